@@ -28,8 +28,8 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def test_prompts_run_with_the_adapter_which_identifies_a_run(model, folders, tmp_path, monkeypatch):
-    """Another path or name does not prevent --resume, but other weights do."""
+def test_generate_uses_adapter_and_run_identity_covers_it(model, folders, tmp_path, monkeypatch):
+    """The run identity of --resume depends on the adapter's weights, not on its path."""
     found = []
 
     def run_identity(*args: object, **settings: object) -> object:
@@ -51,7 +51,7 @@ def test_prompts_run_with_the_adapter_which_identifies_a_run(model, folders, tmp
         assert llm.generate("Once", SamplingParams(max_tokens=6), adapter="y")[0].text == texts[0]
 
 
-def test_an_answer_of_a_chat_runs_with_the_adapter(model, folders, monkeypatch, capsys):
+def test_chat_answers_with_adapter(model, folders, monkeypatch, capsys):
     argv = ["chat", str(model), "--max-tokens=6", "--temperature=0"]
     answers = []
     for flags in ([], [f"--adapter=x={folders[1]}"]):
@@ -64,7 +64,7 @@ def test_an_answer_of_a_chat_runs_with_the_adapter(model, folders, monkeypatch, 
     assert answers[0] != answers[1] and wanted.text.strip() in answers[1]
 
 
-def test_a_text_is_scored_with_the_adapter_on_any_number_of_ranks(model, folders, tmp_path, capfd):
+def test_score_uses_adapter_and_is_equal_on_1_and_2_ranks(model, folders, tmp_path, capfd):
     text = tmp_path / "text"
     text.write_text("Once upon a time there was a king.")
     lines = []

@@ -190,7 +190,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["plan", "--nproc", "1-2", "--memory", "8,8"], "is a range; give --nproc N"),
     (["plan", "--memory", "8,,8"], "--memory '8,,8': not sizes such as 80 (GiB)"),
     (["plan", "--memory", "0"], "--memory '0': not sizes"),
-    (["plan", "--memory", "1e300"], "--memory '1e300': not sizes"),  # its room was NaN: a crash
+    (["plan", "--memory", "1e300"], "--memory '1e300': not sizes"),  # regression: crash on NaN
     (["plan", "--memory", "80x0"], "--memory '80x0': not sizes"),
     (["plan", "--memory", "80x1000,80x25"], "for at most 1024 ranks"),
     (["plan", "--memory", "8xH200"], "--memory '8xH200': not sizes such as 80 (GiB)"),
@@ -246,7 +246,7 @@ def answers(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", range(len(WRONG)), ids=lambda case: " ".join(WRONG[case][0])[:60])
-def test_wrong_use_is_named_and_ends_with_2(answers, case):
+def test_usage_error_is_reported_with_exit_code_2(answers, case):
     code, out, err = answers["results"][case]
     assert code == 2, err
     assert out == ""
@@ -255,11 +255,11 @@ def test_wrong_use_is_named_and_ends_with_2(answers, case):
     assert "Traceback" not in err
 
 
-def test_wrong_use_is_found_before_torch_is_loaded(answers):
+def test_usage_errors_are_found_before_torch_is_loaded(answers):
     assert answers["torch"] is False
 
 
-def test_a_plan_loads_no_torch(folder):
+def test_plan_does_not_load_torch(folder):
     lines = [
         ["plan", "--nproc", "3"],
         ["plan", "--nproc", "1-12"],
@@ -280,7 +280,7 @@ def parsed(verb: Verb, argv: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_any_text_is_a_prompt_in_both_forms(text):
+def test_prompt_flag_accepts_any_text_after_space_or_equals(text):
     assert parsed(GENERATE, ["--prompt", text])["prompt"] == [text]
     assert parsed(GENERATE, [f"--prompt={text}"])["prompt"] == [text]
 
@@ -300,7 +300,7 @@ ECHO = Verb("echo", "", "", (PROMPT, CHAT, N_X), "", echo)
 
 @given(st.lists(st.text(max_size=20), max_size=4))
 @example(TEXTS)
-def test_prompts_reach_the_verb_as_they_were_given(texts):
+def test_prompts_reach_the_command_unchanged(texts):
     """fire alone turns 'a, b' into a tuple, keeps the last repeat, and takes '-x' for a flag."""
     argv = [word for text in texts for word in ("--prompt", text)]
     command_line._prepare(ECHO, ["--n_x=3", *argv, "--chat"])
@@ -308,21 +308,21 @@ def test_prompts_reach_the_verb_as_they_were_given(texts):
     assert (flags[PROMPT], flags[CHAT], flags[N_X]) == (texts, True, 3)
 
 
-def test_a_flag_that_a_verb_does_not_take_has_its_default():
+def test_flag_that_a_command_does_not_have_returns_its_default():
     command_line._prepare(ECHO, [])
     flags = kept.pop()
     assert (flags[Flag("b", "", int, "N", 7)], flags[Flag("c", "")]) == (7, False)
 
 
 @pytest.mark.parametrize(("verb", "most"), [("generate", 128), ("chat", 512)])
-def test_an_answer_has_as_many_tokens_as_the_verbs_help_says(verb, most):
-    """chat took the default of generate's flag of the same name, 128."""
+def test_max_tokens_default_is_128_in_generate_and_512_in_chat(verb, most):
+    """Regression: chat used the default of generate's --max-tokens, 128."""
     assert given_sampling(parse_flags(load_verb(verb), []))["max_tokens"] == most
 
 
 @pytest.mark.parametrize("name", ["generate", "chat"])
 def test_the_default_model_is_sampled_unless_the_temperature_is_0(name):
-    """It was greedy, and its answers went round in circles."""
+    """Regression: the default model was greedy, and its answers repeated themselves."""
     found = []
     for argv in ([], ["--temperature", "0"], ["--top-p", "0.5"]):
         flags = parse_flags(load_verb(name), argv)
@@ -336,13 +336,13 @@ def test_fire_prints_nothing_of_its_own(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_repeats_stay_in_order():
+def test_repeated_flags_keep_their_order():
     argv = ["--stop", "b", "--prompt", "2", "--stop=a", "--prompt=1", "--prompt", "2"]
     values = parsed(GENERATE, argv)
     assert (values["prompt"], values["stop"]) == (["2", "1", "2"], ["b", "a"])
 
 
-def test_hyphens_and_underscores_are_alike():
+def test_hyphens_and_underscores_in_flags_are_equivalent():
     for argv in (["--max-tokens", "5"], ["--max_tokens=5"], ["--max-tokens=5"]):
         assert parsed(GENERATE, argv)["max-tokens"] == 5
 
@@ -355,7 +355,7 @@ def test_a_switch_can_be_turned_off():
 
 
 @pytest.mark.parametrize("name", ["serve", "chat", "bench", "plan"])
-def test_the_model_may_be_given_by_its_place(name):
+def test_model_may_be_a_positional_argument(name):
     """As in `vllm serve MODEL`."""
     verb = load_verb(name)
     for argv in (["M", "--nproc", "2"], ["--nproc", "2", "M"], ["--model", "M"]):
@@ -382,11 +382,11 @@ def test_the_model_may_be_given_by_its_place(name):
         ("--dtype double", "dtype", "float64"),
     ],
 )
-def test_words_of_other_programs_are_understood(argv, flag, value):
+def test_flag_names_and_values_of_other_programs_are_accepted(argv, flag, value):
     assert parsed(GENERATE, argv.split())[flag] == value
 
 
-def test_no_two_flags_of_a_verb_share_a_name():
+def test_no_two_flags_of_a_command_share_a_name():
     for verb in map(load_verb, VERBS):
         names = [name for flag in verb.flags for name in flag.names]
         assert len(set(names)) == len(names), verb.name
@@ -400,22 +400,22 @@ def test_the_version_is_shown(capsys, word):
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_help_fits_the_terminal(monkeypatch, width):
-    """Lines had up to 250 characters, and the terminal broke them in the middle of words."""
+    """Regression: lines had up to 250 characters, and the terminal broke words in the middle."""
     monkeypatch.setenv("COLUMNS", str(width))
     for text in (command_line.overview(), *(help_text(load_verb(name)) for name in VERBS)):
         assert max(map(len, text.splitlines())) <= width
     monkeypatch.delenv("COLUMNS")
-    assert terminal_width() == 80  # stdout is no terminal here
+    assert terminal_width() == 80  # stdout is not a terminal here
 
 
-def test_an_example_that_is_wrapped_can_be_copied(monkeypatch):
+def test_wrapped_example_in_help_can_be_copied(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     for verb in map(load_verb, VERBS):
         shown = help_text(verb).split("example:\n")[1]
         assert shlex.split(shown.replace("\\\n", "")) == shlex.split(verb.example)
 
 
-def test_help_is_grouped_by_subject_with_the_verbs_own_flags_first():
+def test_help_groups_flags_by_subject_with_own_flags_first():
     text = help_text(load_verb("serve"))
     headings = re.findall(r"^(\S.*):$", text, re.M)
     subjects = ["model", "ranks", "context and KV cache"]
@@ -448,7 +448,7 @@ def test_the_example_in_the_help_is_valid(verb, monkeypatch):
     parse_flags(verb, argv)
 
 
-def test_a_prompts_file_may_mix_its_forms(folder):
+def test_prompts_file_may_mix_text_and_token_ids(folder):
     lines = read_lines(str(folder / "good.jsonl"))
     assert [line.prompt for line in lines] == ["Hello", [1, 2]]
 
@@ -457,7 +457,7 @@ def gathered(*argv: str) -> list[Any]:
     return [line.prompt for line in gather(parse_flags(GENERATE, argv))]
 
 
-def test_chat_makes_every_text_a_conversation(folder):
+def test_chat_flag_turns_text_prompts_into_chats(folder):
     user = {"role": "user", "content": "Hello"}
     system = {"role": "system", "content": "Be brief"}
     path = str(folder / "good.jsonl")
@@ -473,8 +473,8 @@ def test_chat_makes_every_text_a_conversation(folder):
 
 
 @pytest.mark.parametrize("flag", ["--prompt", "--prompts"])
-def test_a_closed_stdin_is_wrong_use(flag):
-    """A traceback: Python has no sys.stdin then."""
+def test_closed_stdin_is_a_usage_error(flag):
+    """Regression: the command showed a traceback, because Python sets sys.stdin to None."""
     command = f"{shlex.quote(sys.executable)} -m parallel_llama generate {flag} - <&-"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -492,26 +492,26 @@ def test_torchrun_decides_the_number_of_ranks(monkeypatch):
         rank_count(None)
 
 
-def test_a_secret_file_is_for_ranks_of_another_launcher(capsys):
+def test_secret_file_is_refused_without_another_launcher(capsys):
     assert command_line.main(["generate", "--secret-file", "secret", "--prompt", "a"]) == 2
     assert "ranks that this command starts have a secret of their own" in capsys.readouterr().err
 
 
-def test_without_torchrun_the_flag_decides(monkeypatch):
+def test_nproc_decides_the_number_of_ranks_without_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert (rank_count(None), rank_count(4)) == (1, 4)
     assert (rank_count(None, [2, 1]), rank_count(4, [2, 1])) == (2, 4)
 
 
-def test_shares_of_memory_need_one_size_for_each_rank(capsys):
+def test_memory_needs_one_size_per_rank(capsys):
     argv = ["generate", "--prompt", "a", "--nproc", "3", "--memory", "32x2"]
     assert command_line.main(argv) == 2
     assert "memory has 2 sizes for 3 ranks; give one per rank" in capsys.readouterr().err
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    """The object that a plan prints, whose `fits` its exit code agrees with."""
+    """The JSON object that `plan` prints; the exit code must agree with its key `fits`."""
     code = command_line.main(["plan", "--json", *argv])
     plan = json.loads(capsys.readouterr().out)
     assert code == (1 if plan["fits"] is False else 0)
@@ -524,11 +524,11 @@ def plan_page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def plan_words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The page of a plan in one line, as if it was as wide as it is long."""
+    """The page of a plan, joined into one line."""
     return " ".join(plan_page(capsys, *argv).split())
 
 
-def test_plan_json_covers_every_unit_once(capsys):
+def test_plan_json_ranges_cover_heads_ffn_and_vocab_once(capsys):
     decoded = ["--nproc", "4", "--quant", "none", "--dtype"]
     plan = plan_json(capsys, *decoded, "bfloat16")
     keys = {"rank", "stage", "layers", "heads", "kv_heads", "ffn", "experts", "vocab", "outputs"}
@@ -544,12 +544,12 @@ def test_plan_json_covers_every_unit_once(capsys):
     assert plan["imbalance"] == pytest.approx(12 / 9)
     assert plan["fits"] is None
     wider = plan_json(capsys, *decoded, "float32")
-    norms = 4 * 61 * 576  # of all ranks; on the CPU they stay in float32
+    norms = 4 * 61 * 576  # of all ranks; norms stay in float32 on the CPU
     assert wider["weight_bytes"] == 2 * (plan["weight_bytes"] - 2 * norms)
 
 
-def test_plan_counts_the_bytes_of_narrow_keys_and_values(capsys):
-    """30 layers, keys and values, 3 KV heads of 64: two bytes a number, or one and a scale."""
+def test_plan_counts_kv_bytes_of_each_cache_dtype(capsys):
+    """30 layers, 3 KV heads of 64 values: two bytes a value, or one byte and a scale a head."""
     in_float32 = ["--quant", "none", "--kv-cache-dtype"]
     for name, n_bytes in (("bfloat16", 2 * 64), ("int8", 64 + 4), ("fp8", 64 + 4)):
         plan = plan_json(capsys, *in_float32, name)
@@ -567,8 +567,8 @@ def test_plan_says_whether_it_fits(capsys):
     assert fits == [True, False]
 
 
-def test_a_plan_for_gpus_counts_what_they_need_to_work(capsys):
-    """Weights and KV cache alone filled the GPU, and the first step found no memory."""
+def test_plan_counts_working_memory_of_gpus_and_cpu_ranks(capsys):
+    """Regression: weights and KV cache filled the GPU, and the first step ran out of memory."""
     asked = ["--model", "llama-3.1-8b", "--nproc", "2", "--dtype", "bfloat16"]
     on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
     on_cpu_step = 512 * (4 * 4096 + 4 * 7168 + 14336) * 4 + 64128 * 4 * 4  # one row of scores
@@ -610,8 +610,8 @@ def test_plan_of_a_range_gives_the_reason_for_each_refusal(capsys):
     assert "for 10 ranks: 9 query heads cannot be" in plan_page(capsys, "--nproc", "8-10")
 
 
-def test_a_window_bounds_what_a_sequence_takes(capsys):
-    """Of 4096 tokens, beside which a step of 512 is kept."""
+def test_sliding_window_bounds_the_kv_cache_of_a_sequence(capsys):
+    """A long sequence keeps 4095 tokens of its window and the 512 tokens of a step."""
     asked = ["--model", "mistral-7b-v0.1", "--dtype", "bfloat16", "--nproc", "1"]
     for length, kept in (("4000", 4000), ("30000", 4095 + 512)):
         plan = plan_json(capsys, *asked, "--max-seq-len", length, "--batch", "3", "--memory", "20")
@@ -623,16 +623,16 @@ def test_a_window_bounds_what_a_sequence_takes(capsys):
     assert "sequences of 32,768 tokens" in page
 
 
-def test_sizes_that_are_refused_share_a_row(capsys):
-    """A range far beyond the model's heads was a page of the same reason over and over."""
+def test_refused_numbers_of_ranks_share_one_row(capsys):
+    """Regression: each number of ranks beyond the model's heads repeated the same reason."""
     page = plan_page(capsys, "--nproc", "8-1024")
     assert len(page.splitlines()) < 16
     assert re.search(r"^10-1024 .* no$", page, re.M)
     assert "no plan    for 10-1024 ranks: 9 query heads cannot be split over 10" in page
 
 
-def test_the_plans_of_all_sizes_of_the_largest_model_take_a_moment(capsys):
-    """They took more than a minute: every layer of every share was counted anew."""
+def test_plans_of_largest_model_for_1_to_1024_ranks_take_under_5_s(capsys):
+    """Regression: planning took over a minute, as each layer of each shard was counted again."""
     started_s = time.process_time()
     asked = ["--model", "llama-3.1-405b", "--nproc", "1-1024", "--memory", "80"]
     plans = plan_json(capsys, *asked)["plans"]
@@ -655,7 +655,7 @@ def test_the_plans_of_all_sizes_of_the_largest_model_take_a_moment(capsys):
         ("plan", "--max-seq-len"),
     ],
 )
-def test_every_number_of_tokens_may_be_given_in_k_or_m(verb, flag):
+def test_token_count_flags_accept_k_and_m_suffixes(verb, flag):
     name = flag.removeprefix("--")
     for text, n_tokens in (("32k", 32_768), ("32K", 32_768), ("1M", 1 << 20), ("77", 77)):
         assert parsed(load_verb(verb), [flag, text])[name] == n_tokens
@@ -678,13 +678,13 @@ def test_every_number_of_tokens_may_be_given_in_k_or_m(verb, flag):
         ("4096B", 4096),
     ],
 )
-def test_one_parser_reads_every_amount_of_memory(text, n_bytes):
+def test_kv_cache_bytes_and_memory_accept_the_same_units(text, n_bytes):
     assert parsed(GENERATE, ["--kv-cache-bytes", text])["kv-cache-bytes"] == n_bytes
     assert parsed(load_verb("plan"), ["--memory", text])["memory"] == n_bytes
 
 
 @given(st.text("0123456789.eE+- kmgtibKMGTIB", max_size=9))
-def test_a_size_is_read_or_refused_with_the_allowed_forms(text):
+def test_byte_size_is_parsed_or_refused_with_allowed_forms(text):
     try:
         assert 1 <= byte_size(text) < 2**63
     except ValueError as error:
@@ -707,11 +707,11 @@ def test_a_size_is_read_or_refused_with_the_allowed_forms(text):
         ("24GBx2,1", [24 * 10**9] * 2 + [2**30]),
     ],
 )
-def test_memory_is_of_all_ranks_or_of_each_in_gib_or_a_unit(text, sizes):
+def test_memory_accepts_one_size_or_a_list_with_gib_as_default_unit(text, sizes):
     assert parsed(load_verb("plan"), ["--memory", text])["memory"] == sizes
 
 
-def test_one_size_of_memory_is_that_of_every_rank(capsys):
+def test_single_memory_size_applies_to_every_rank(capsys):
     plans = [
         plan_json(capsys, *argv)
         for argv in (
@@ -729,7 +729,7 @@ def test_one_size_of_memory_is_that_of_every_rank(capsys):
 
 
 @pytest.mark.parametrize("memory", ["1.3", "790MiB", "690MiB", "640MiB", "580MiB"])
-def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(capsys, memory):
+def test_memory_without_nproc_plans_the_fewest_ranks_that_fit(capsys, memory):
     compared = plan_json(capsys, "--nproc", "1-9", "--memory", memory)
     fits = [plan["fits"] for plan in compared["plans"]]
     fewest = fits.index(True) + 1
@@ -741,7 +741,7 @@ def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(capsys, memory):
     assert not fewer or fewer["fits"] is False
 
 
-def test_the_page_says_that_one_rank_fewer_is_too_few(capsys):
+def test_page_names_fewest_ranks_and_need_with_one_fewer(capsys):
     page = plan_page(capsys, "--memory", "690MiB", "--quant", "none")
     assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 896.8 MiB" in page
     page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16", "--quant", "none")
@@ -750,7 +750,7 @@ def test_the_page_says_that_one_rank_fewer_is_too_few(capsys):
     assert "fewest     2 ranks are enough in float32" in page
 
 
-def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(capsys):
+def test_largest_plan_says_why_no_number_of_ranks_fits(capsys):
     plan = plan_json(capsys, "--memory", "30MiB")
     assert (plan["tp_size"], plan["fits"], plan["smallest_that_fits"]) == (9, False, None)
     page = plan_words(capsys, "--memory", "30MiB", "--dtype", "float32")
@@ -774,12 +774,12 @@ def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(capsys):
         (["--nproc", "10-12", "--memory", "80"], 1),
     ],
 )
-def test_what_does_not_fit_ends_with_1(argv, code):
+def test_plan_that_does_not_fit_exits_with_1(argv, code):
     assert command_line.main(["plan", *argv]) == code
     assert command_line.main(["plan", *argv, "--json"]) == code
 
 
-def test_a_range_with_memory_shows_which_sizes_fit(capsys):
+def test_range_with_memory_shows_which_numbers_of_ranks_fit(capsys):
     memory = ["--memory", "690MiB", "--quant", "none"]
     page = plan_page(capsys, "--nproc", "2-4", *memory)
     plans = plan_json(capsys, "--nproc", "2-4", *memory)["plans"]
@@ -791,13 +791,13 @@ def test_a_range_with_memory_shows_which_sizes_fit(capsys):
     assert "none of these is enough; with 2, rank 0 needs 896.8 MiB and has 690.0 MiB;" in none
 
 
-def test_a_kv_head_that_several_ranks_hold_counts_as_copies(capsys):
-    """The page said that 6 of 3 KV heads were held again."""
+def test_page_counts_replicated_kv_heads_as_copies(capsys):
+    """Regression: the page said that 6 of 3 KV heads were stored again."""
     page = plan_words(capsys, "--nproc", "9")
     assert "9 KV heads stored instead of 3 (+200%)" in page
 
 
-def test_text_into_a_pipe_has_no_escape_codes(capsys):
+def test_plan_output_to_a_pipe_has_no_escape_codes(capsys):
     command_line.main(["plan", "--nproc", "2", "--memory", "1,1"])
     assert "\x1b" not in capsys.readouterr().out
 
@@ -809,7 +809,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colors_are_for_terminals_that_want_them(monkeypatch):
+def test_colors_are_used_only_on_terminals_without_no_color(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert terminal.has_colors(Terminal())
@@ -818,7 +818,7 @@ def test_colors_are_for_terminals_that_want_them(monkeypatch):
     assert not terminal.has_colors(Terminal())
 
 
-def test_a_model_cannot_steer_the_terminal():
+def test_escaped_answer_has_no_terminal_control_codes():
     """Escape codes in an answer could retitle the window or rewrite what is on the screen."""
     hostile = "a\x1b]0;owned\x07\u202eb\r\x9b2J"
     shown = escaped(hostile)
@@ -827,7 +827,7 @@ def test_a_model_cannot_steer_the_terminal():
     assert escaped("tab\tline\n\u4f60 \U0001f600") == "tab\tline\n\u4f60 \U0001f600"
 
 
-def test_the_first_ctrl_c_is_a_question_and_the_second_an_end():
+def test_first_ctrl_c_is_recorded_and_second_one_interrupts():
     with pytest.raises(KeyboardInterrupt), terminal.ctrl_c() as pressed:
         assert not pressed()
         signal.raise_signal(signal.SIGINT)
@@ -851,7 +851,7 @@ def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
         ("n_heads=3: no max_seq_len", "n_heads=3: no max_seq_len"),
     ],
 )
-def test_messages_of_the_library_name_flags(message, shown):
+def test_settings_in_library_messages_become_flags(message, shown):
     assert in_flags(message, GENERATE) == shown
 
 

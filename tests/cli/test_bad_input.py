@@ -1,8 +1,8 @@
 """Errors of a user or of a damaged download, from the command line to the exit code.
 
-2: found before any weight is read. 1: only reading or running shows it. In both the message has
-the value and the remedy, and stdout stays empty. Other wrong command lines, refused without any
-model, are in test_arguments.
+Exit code 2: the error is found before any weight is read. Exit code 1: only reading the weights
+or running the model shows the error. In both cases the message has the value and the remedy, and
+stdout stays empty. Command lines that are refused without any model are in test_arguments.
 """
 
 import json
@@ -39,7 +39,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs a command line in this process and returns its message, held to the contract."""
+    """Runs a command that must fail in this process, checks its error, and returns stderr."""
 
     def refused(*argv: str, code: int = 2, says: Sequence[str]) -> str:
         capsys.readouterr()
@@ -60,8 +60,8 @@ def hold(err: str, says: Sequence[str]) -> None:
         assert words in messages[0]
 
 
-def test_the_good_model_runs(model, capsys):
-    """Every refusal below is of something done to this folder."""
+def test_undamaged_model_runs(model, capsys):
+    """Other tests damage copies of this folder, which must run without damage."""
     assert main(["generate", "--model", str(model), *TEXT, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["n_prompt_tokens"] == 3
 
@@ -76,12 +76,12 @@ FLAGS: list[tuple[tuple[str, ...], Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("flags", "says"), FLAGS, ids=lambda case: " ".join(case)[:30])
-def test_a_flag_that_the_model_does_not_allow_is_named(model, refused, flags, says):
+def test_flag_value_that_the_model_does_not_allow_is_refused(model, refused, flags, says):
     refused("generate", "--model", str(model), "--prompt", "Hi", *flags, says=says)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is of a host without a GPU")
-def test_cuda_without_a_gpu_is_wrong_use(model, refused):
+def test_cuda_without_a_gpu_is_a_usage_error(model, refused):
     says = ["--device cuda: torch sees no CUDA device here"]
     refused("generate", "--model", str(model), "--prompt", "Hi", "--device", "cuda", says=says)
 
@@ -94,7 +94,7 @@ def test_a_stride_that_leaves_tokens_without_context_is_refused(model, tmp_path,
     refused(*given, "0", says=["--stride", "1"])
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_opened(folder, refused):
+def test_too_long_prompt_is_refused_before_weights_are_opened(folder, refused):
     (folder / "model.safetensors").write_bytes(b"")
     refused("generate", "--model", str(folder), "--prompt", "x" * 600, says=["601 prompt", "512"])
 
@@ -239,8 +239,8 @@ def test_a_model_without_a_template_cannot_chat(folder, refused, verb):
     refused(verb, "--model", str(folder), *flags, says=["no chat template", "chat model"])
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(folder, refused):
-    """An id beyond the embeddings ends as a message, not as an index error in a rank."""
+def test_tokenizer_with_an_id_beyond_the_embeddings_is_refused(folder, refused):
+    """The command ends with a message instead of an index error in a rank."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["H"] = 5000
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -257,11 +257,11 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(folder, re
         (str(ROOT / "tests"), ["config.json", "params.json"]),
     ],
 )
-def test_a_model_that_is_none_is_refused(refused, model, says):
+def test_model_argument_that_is_not_a_model_is_refused(refused, model, says):
     refused("generate", "--model", model, *TEXT, says=says)
 
 
-def test_a_shape_has_no_tokenizer(refused):
+def test_text_prompt_for_shape_without_tokenizer_is_refused(refused):
     model = ("--model", "llama-3.2-1b", "--random-weights", "1")
     refused("generate", *model, *TEXT, says=["without a tokenizer", "token ids"])
 
@@ -315,7 +315,7 @@ def test_a_missing_pth_file_is_refused(meta, refused):
 
 
 def put_in_row_0(folder: Path, value: float) -> None:
-    """In the embeddings' first row: rank 0 of two finds it, and rank 1 does not."""
+    """Sets a value in the first row of the embeddings, which only rank 0 of two ranks reads."""
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][0, 1] = value
@@ -324,13 +324,13 @@ def put_in_row_0(folder: Path, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_found_while_reading(folder, refused, value):
+def test_nan_or_inf_weight_is_found_while_reading(folder, refused, value):
     put_in_row_0(folder, value)
     says = ["tok_embeddings.weight: 1 of", "NaN or Inf", "fetch them again"]
     refused("generate", "--model", str(folder), *TEXT, code=1, says=says)
 
 
-def test_a_weight_that_does_not_fit_the_dtype_is_found_while_reading(folder, refused):
+def test_weight_beyond_dtype_range_is_found_while_reading(folder, refused):
     put_in_row_0(folder, 1e6)
     argv = ("generate", "--model", str(folder), *TEXT, "--dtype", "float16")
     refused(*argv, code=1, says=["1e+06", "float16", "use bfloat16 or float32"])
@@ -346,8 +346,8 @@ def test_a_weight_that_does_not_fit_the_dtype_is_found_while_reading(folder, ref
         "model.layers.1.input_layernorm.weight",
     ],
 )
-def test_a_weight_that_is_too_large_to_compute_with_ends_with_1(folder, refused, name, nproc):
-    """Squares of its row are infinite in float32; the norm made zeros of it, and token 0."""
+def test_weight_that_overflows_the_computation_exits_with_1(folder, refused, name, nproc):
+    """Regression: squares overflowed float32, the norm gave zeros, and token 0 was generated."""
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].view(-1)[1] = 3e38
@@ -357,7 +357,7 @@ def test_a_weight_that_is_too_large_to_compute_with_ends_with_1(folder, refused,
     refused(*argv, code=1, says=["the largest of its logits is", "the weights are damaged or"])
 
 
-def test_a_file_that_shrinks_while_it_is_read_ends_with_1(folder, refused, monkeypatch):
+def test_file_truncated_while_it_is_read_exits_with_1(folder, refused, monkeypatch):
     from parallel_llama.checkpoint.hf_folder import HFFolder
 
     check = HFFolder.check
@@ -380,7 +380,7 @@ def test_a_file_that_shrinks_while_it_is_read_ends_with_1(folder, refused, monke
         ("0", None, ["WORLD_SIZE=None"]),
     ],
 )
-def test_an_environment_that_disagrees_is_refused(model, refused, monkeypatch, rank, size, says):
+def test_invalid_or_conflicting_rank_env_is_refused(model, refused, monkeypatch, rank, size, says):
     monkeypatch.setenv("RANK", rank)
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
@@ -405,14 +405,14 @@ def on_two_ranks(folder: Path) -> subprocess.CompletedProcess[str]:
     ],
     ids=["missing", "truncated", "misshapen", "nan", "tokenizer", "rope"],
 )
-def test_two_ranks_say_it_once_and_end_with_the_same_code(folder, damage, code, says):
-    """Structural damage that a rank found used to end with 1, as if weights had been read."""
+def test_two_ranks_report_damage_once_with_the_expected_exit_code(folder, damage, code, says):
+    """Regression: structural damage that a rank found ended with exit code 1 instead of 2."""
     damage(folder)
     done = on_two_ranks(folder)
     assert (done.returncode, done.stdout) == (code, "")
     hold(done.stderr, says)
 
 
-def test_a_header_that_claims_more_than_memory_costs_nothing(folder, refused):
+def test_safetensors_header_beyond_the_maximum_size_is_refused(folder, refused):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
     refused("generate", "--model", str(folder), *TEXT, says=[str(1 << 62), "at most"])

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_figures_are_there_and_hang_together(folder, nproc):
+def test_figures_are_complete_and_consistent(folder, nproc):
     asked = ("bench", f"--model={folder}", *SIZES, "--json", f"--nproc={nproc}")
     done = run_command(*asked, check=True)
     figures = json.loads(done.stdout)
@@ -36,21 +36,21 @@ def test_figures_are_there_and_hang_together(folder, nproc):
     assert (figures["tp_size"], figures["dtype"], figures["quant"]) == (nproc, "float32", "none")
     for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "read_bandwidth_share"):
         assert 0 < figures[f"{key}_min"] <= figures[key] <= figures[f"{key}_max"]
-    # The fastest run is the one with the shortest step; the batch is of 3.
+    # The fastest run has the shortest step; the batch has 3 sequences.
     for fast, slow in (("_max", "_min"), ("_min", "_max")):
         step_s = figures[f"decode_ms_per_step{slow}"] / 1e3
         assert figures[f"decode_tokens_per_s{fast}"] == pytest.approx(3 / step_s, rel=1e-3)
     assert 0 < figures["read_bandwidth_share"] < 1
 
 
-def test_the_table_is_for_people(folder, capsys):
+def test_table_has_decode_rate_and_fraction_of_bandwidth(folder, capsys):
     assert main(["bench", f"--model={folder}", *SIZES]) == 0
     out = capsys.readouterr().out
     assert "decode, tokens/s" in out and "fraction of read bandwidth" in out
 
 
-def test_busy_cores_are_said_once_by_a_program_that_measures_often(folder, capsys, monkeypatch):
-    """launch.bench.gpu runs bench for each model, and each measurement said it."""
+def test_busy_cores_are_reported_once_per_process(folder, capsys, monkeypatch):
+    """Regression: launch.bench.gpu runs bench once per model, and each run repeated the warning."""
     monkeypatch.setattr(Interruptions, "have_shared_cores", lambda _: True)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     for _ in range(2):
@@ -58,15 +58,15 @@ def test_busy_cores_are_said_once_by_a_program_that_measures_often(folder, capsy
     assert capsys.readouterr().err.count("the cores are busy") == 1
 
 
-def test_one_new_token_leaves_no_decode_step_to_time(folder, capsys):
+def test_single_new_token_has_no_decode_rate(folder, capsys):
     assert main(["bench", f"--model={folder}", "--max-tokens=1", "--repeat=1", "--json",
                  "--prompt-tokens=4"]) == 0  # fmt: skip
     figures = json.loads(capsys.readouterr().out)
     assert figures["decode_tokens_per_s"] is None and figures["prefill_tokens_per_s"] > 0
 
 
-def test_no_run_profits_from_guesses_or_from_the_run_before(folder, monkeypatch):
-    """Prompts that repeat themselves invite guesses; the same prompts again are in the cache."""
+def test_bench_runs_without_draft_tokens_or_prefix_cache_hits(folder, monkeypatch):
+    """Repetitive prompts would give draft tokens, and equal prompts would hit the prefix cache."""
     llms = []
     lengths = set()
     original = LLM.run
@@ -85,13 +85,13 @@ def test_no_run_profits_from_guesses_or_from_the_run_before(folder, monkeypatch)
     assert llms[0].engine.scheduler.n_prefix_tokens == 0
 
 
-def test_a_batch_beyond_the_context_is_refused(folder, capsys):
+def test_prompt_beyond_the_context_is_refused(folder, capsys):
     assert main(["bench", f"--model={folder}", "--prompt-tokens=100000"]) == 2
     assert "100000" in capsys.readouterr().err
 
 
-def test_plan_reads_the_rates_of_a_quantised_model_in_16_bits(tmp_path, capsys):
-    """bench wrote --dtype bfloat16, and plan, which names the dtype of the sums, refused it."""
+def test_plan_reads_calibration_of_quantised_bfloat16_model(tmp_path, capsys):
+    """Regression: plan refused the file, because it compared bfloat16 with the dtype of sums."""
     own = ["--model=smollm2", "--dtype=bfloat16", "--quant=int4", "--max-seq-len=64"]
     rates = str(tmp_path / "rates.json")
     sizes = "--prompt-tokens=4", "--max-tokens=2", "--repeat=1"

@@ -31,10 +31,10 @@ def figures_of(shape: str, capsys: pytest.CaptureFixture[str], *flags: str) -> d
 
 
 @pytest.mark.parametrize("slice_of", ["1/2", "7/8"])
-def test_a_total_is_what_was_measured_and_a_wait_for_each_collective(shape, slice_of, capsys):
+def test_modelled_step_is_measured_step_plus_collective_waits(shape, slice_of, capsys):
     figures = figures_of(shape, capsys, f"--slice={slice_of}")
     assert (figures["slice"], figures["tp_size"]) == (slice_of, int(slice_of[2:]))
-    # One for the embedding, two for each half of a layer, and the head exchange.
+    # One for the embedding, two for each half of a layer, and the exchange after the head.
     assert figures["collectives_per_step"] == 4 * N_LAYERS + 1 + 1
     measured = figures["compute_ms_per_step"]
     assert measured == figures["decode_ms_per_step"] > 0
@@ -45,7 +45,7 @@ def test_a_total_is_what_was_measured_and_a_wait_for_each_collective(shape, slic
     assert figures["byte_floor_ms"] == pytest.approx(floor_ms, rel=1e-3)
 
 
-def test_slices_together_read_what_a_model_on_one_rank_reads(shape):
+def test_bytes_of_all_slices_add_up_to_those_of_one_rank(shape):
     def step_bytes(**options: object) -> int:
         with LLM(shape, dtype="float32", **options) as llm:
             return llm.weight_bytes_per_step(2)
@@ -55,7 +55,7 @@ def test_slices_together_read_what_a_model_on_one_rank_reads(shape):
     assert sum(parts) - 2 * norms == step_bytes(random_weights=0) == step_bytes(slice_of=(0, 1))
 
 
-def test_a_slice_holds_the_share_of_its_rank(shape):
+def test_slice_holds_the_shard_of_its_rank(shape):
     with LLM(shape, slice_of=(4, 7), dtype="float32") as llm:
         runner = llm.engine.runner
         assert runner.shard == make_plan(llm.args, 7, exact=True).shards[4]
@@ -68,7 +68,7 @@ def test_a_slice_holds_the_share_of_its_rank(shape):
             assert len(own) and torch.equal(own, of_all[rows])
 
 
-def test_the_table_tells_what_is_measured_from_what_is_modelled(shape, capsys):
+def test_table_separates_measured_from_modelled_times(shape, capsys):
     assert main(["bench", f"--model={shape}", *SIZES, "--slice=1/2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "rank 1 of 2 ranks, alone, random weights" in lines[0]
@@ -79,7 +79,7 @@ def test_the_table_tells_what_is_measured_from_what_is_modelled(shape, capsys):
 
 
 @pytest.mark.parametrize("slice_of", ["8/8", "0/0", "x/y", "1", "-1/2", "0/1025", "1/2/3", ""])
-def test_what_is_no_rank_of_some_is_refused(slice_of, capsys):
+def test_invalid_slice_flag_is_refused(slice_of, capsys):
     assert main(["bench", f"--slice={slice_of}"]) == 2
     assert "R/N, rank R of N such as 0/8" in capsys.readouterr().err
 
@@ -93,9 +93,7 @@ def test_what_is_no_rank_of_some_is_refused(slice_of, capsys):
         (["--slice=0/8"], "0", "start it without torchrun"),
     ],
 )
-def test_a_slice_that_cannot_be_is_refused_before_torch_is_loaded(
-    shape, flags, rank, says, capsys, monkeypatch
-):
+def test_slice_that_cannot_run_is_refused(shape, flags, rank, says, capsys, monkeypatch):
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "1")
@@ -104,12 +102,12 @@ def test_a_slice_that_cannot_be_is_refused_before_torch_is_loaded(
 
 
 @pytest.mark.parametrize(("slice_of", "tp_size"), [((2, 2), 1), ((-1, 2), 1), ((0, 2), 2)])
-def test_an_llm_is_a_slice_of_its_own_or_none(shape, slice_of, tp_size):
+def test_llm_refuses_slice_out_of_range_or_on_several_ranks(shape, slice_of, tp_size):
     with pytest.raises(UsageError, match="slice_of"):
         LLM(shape, slice_of=slice_of, tp_size=tp_size)
 
 
-def test_a_slice_is_handed_as_much_as_a_rank():
+def test_slice_collectives_return_the_shapes_of_a_real_rank():
     comm = Slice(3)
     x = torch.arange(4.0)
     assert comm.all_reduce(x) is x

@@ -16,11 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
-PAUSE_S = 0.2  # Python's prompt is shown a moment before it listens to signals
+PAUSE_S = 0.2  # Python shows its prompt a moment before it handles signals
 
 
 class Terminal:
-    """A chat in a session of its own, whose controlling terminal is ours to type at."""
+    """`chat` in a session of its own, on a pseudo-terminal at which the test types."""
 
     def __init__(self, model: Path, nproc: int) -> None:
         self._ours, self._theirs = pty.openpty()
@@ -33,7 +33,7 @@ class Terminal:
             stderr=self._theirs,
             cwd=ROOT,
             env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
-            # A terminal becomes the controlling one of a session's leader that opens it.
+            # A terminal that a session leader opens becomes its controlling terminal.
             preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
             start_new_session=True,
         )
@@ -58,10 +58,10 @@ class Terminal:
         return text.join(parts[:-1])
 
     def end(self) -> int:
-        """Its exit code; the terminal must be as it was before."""
+        """The exit code of the chat; the terminal's settings must be as before it."""
         deadline = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < deadline:
-            if select.select([self._ours], [], [], 0.05)[0]:  # else its writes would wait for us
+            if select.select([self._ours], [], [], 0.05)[0]:  # else writes of the chat would block
                 self.shown += os.read(self._ours, 4096).decode("utf-8", "replace")
         code = self.process.wait(timeout=LIMIT_S)
         assert termios.tcgetattr(self._theirs) == self.settings
@@ -92,7 +92,7 @@ def open_chat(model: Path) -> Iterator[Open]:
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, tmp_path):
-    """Two within a second ended the program, lost the talk, and left no echo on the terminal."""
+    """Regression: two Ctrl-C within a second ended the chat and left the terminal without echo."""
     chat = open_chat(2)
     chat.type("Hello\n")
     chat.wait_for("tokens")
@@ -111,7 +111,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(open_chat, t
 
 
 @pytest.mark.parametrize(("nproc", "number"), [(1, signal.SIGHUP), (2, signal.SIGTERM)])
-def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(open_chat, nproc, number):
+def test_chat_ended_by_a_signal_restores_the_terminal(open_chat, nproc, number):
     chat = open_chat(nproc)
     time.sleep(PAUSE_S)
     os.kill(chat.process.pid, number)

@@ -42,7 +42,7 @@ def script(
 
 
 def typed(script: Path, keys: str) -> list[str]:
-    """The words of a command line after keys were typed at a terminal, Tab among them."""
+    """The words of a command line after keys, including Tab, were typed at a terminal."""
     shell = script.suffix[1:]
     folder = script.parent
     ours, theirs = pty.openpty()
@@ -67,7 +67,7 @@ def typed(script: Path, keys: str) -> list[str]:
             if select.select([ours], [], [], 0.05)[0]:
                 shown += os.read(ours, 4096).decode("utf-8", "replace")
             if "ready" in shown and not sent:
-                # Ctrl-A and Ctrl-E make arguments of printf of what was completed.
+                # Ctrl-A and Ctrl-E wrap the completed line in a printf that writes its words.
                 os.write(ours, f"{keys}\x01printf '%s\\n' \x05 end > words\n".encode())
                 sent = True
     finally:
@@ -95,8 +95,8 @@ LINES = [
 
 @pytest.mark.parametrize("script", ["bash", "zsh"], indirect=True)
 @pytest.mark.parametrize(("keys", "words"), LINES, ids=[keys.strip() for keys, _ in LINES])
-def test_tab_completes_what_was_begun(script, keys, words):
-    # The / of a folder and the = of a flag make way for what is typed next, in some shells.
+def test_tab_completes_a_partial_word(script, keys, words):
+    # Some shells add the / of a folder and the = of a flag only until the next key.
     found = [word.rstrip("/=") for word in typed(script, f"parallel-llama {keys}")]
     assert found == ["parallel-llama", *words]
 
@@ -126,7 +126,7 @@ def offered_by_fish(script: Path, words: list[str]) -> set[str]:
 
 
 def cases() -> Iterator[tuple[list[str], set[str]]]:
-    """Words up to the cursor, and all that may stand there."""
+    """Words up to the cursor, and all completions of the last word."""
     yield ["v"], {"verify"}
     for name in VERBS:
         verb = load_verb(name)

@@ -24,7 +24,7 @@ from parallel_llama.parallel.rank_env import SECRET_FD
 LIMIT_S = 200
 
 
-def test_a_machine_is_checked_with_a_model():
+def test_no_check_fails_on_two_ranks_with_a_model():
     done = run_command("doctor", "--nproc", "2", "--model", "smollm2", "--json")
     report = json.loads(done.stdout)
     jsonschema.validate(report, SCHEMA)
@@ -44,7 +44,7 @@ def test_a_machine_is_checked_with_a_model():
     ],
     ids=["stopped", "killed"],
 )
-def test_a_rank_that_is_lost_is_named_and_the_report_is_a_table(sent, seen, remedy):
+def test_stopped_or_killed_rank_is_named_in_the_table(sent, seen, remedy):
     command = [sys.executable, "-m", "parallel_llama", "doctor", "--nproc", "2"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         deadline, ranks = time.monotonic() + LIMIT_S, {}
@@ -63,7 +63,7 @@ def test_a_rank_that_is_lost_is_named_and_the_report_is_a_table(sent, seen, reme
 
 
 def by_hand(folders: Sequence[Path], *flags: Sequence[str]) -> list[tuple[int, str, str]]:
-    """The exit code, stdout and stderr of doctor on ranks with sources and flags of their own."""
+    """Exit code, stdout and stderr of `doctor` on each rank, which has its own source and flags."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -84,8 +84,8 @@ def by_hand(folders: Sequence[Path], *flags: Sequence[str]) -> list[tuple[int, s
     return [(each.returncode, *own) for each, own in zip(processes, printed, strict=True)]
 
 
-def test_ranks_of_another_launcher_are_compared(tmp_path):
-    """By hand, as torchrun starts them; one runs another source of the package."""
+def test_other_source_on_a_rank_of_another_launcher_is_reported(tmp_path):
+    """The ranks start as torchrun would start ranks, and rank 1 has another source."""
     other = tmp_path / "parallel_llama"
     other.mkdir()
     for path in (ROOT / "parallel_llama").iterdir():
@@ -99,7 +99,7 @@ def test_ranks_of_another_launcher_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize("others", ["s" * 64, "t" * 64], ids=["same", "different"])
-def test_ranks_of_another_launcher_meet_by_a_secret_file(tmp_path, others):
+def test_ranks_connect_only_with_the_same_secret_file(tmp_path, others):
     flags = []
     for rank, secret in enumerate(("s" * 64, others)):
         (tmp_path / f"{rank}").write_text(secret)
@@ -111,7 +111,7 @@ def test_ranks_of_another_launcher_meet_by_a_secret_file(tmp_path, others):
 
 
 @pytest.mark.parametrize("name", ["generate", "serve"])
-def test_a_command_warns_of_its_host_before_it_starts(model: Path, monkeypatch, capsys, name):
+def test_command_warns_of_low_open_files_limit_at_start(model: Path, monkeypatch, capsys, name):
     own = ["--prompt", "a"] if name == "generate" else ["--port", "0"]
     verb = load_verb(name)
     arguments = parse_flags(verb, ["--model", str(model), "--nproc", "2", *own])

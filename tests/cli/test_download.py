@@ -69,7 +69,7 @@ def typed(answer: str, environment: Mapping[str, str]) -> tuple[int, str]:
     return code, shown
 
 
-def test_a_terminal_is_asked_and_a_yes_downloads(hub):
+def test_terminal_asks_and_yes_downloads_the_model(hub):
     code, shown = typed("yes\n", {})
     question = f"{NAME} is not a path that exists. Download the model of this name from {hub.url}?"
     assert code == 0 and f"{question} {QUESTION}" in shown
@@ -93,7 +93,7 @@ def test_without_a_yes_nothing_is_downloaded(hub, answer, environment, is_asked)
     assert hub.requests == []
 
 
-def test_the_ranks_that_a_command_starts_begin_after_its_download(hub):
+def test_command_downloads_the_model_once_for_its_ranks(hub):
     argv = ["--prompt", "Hi", "--max-tokens", "3", "--temperature", "0", "--json"]
     done = run_command("generate", "--model", NAME, "--download", "--nproc", "3", *argv)
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ def test_the_ranks_that_a_command_starts_begin_after_its_download(hub):
 
 
 def test_one_rank_of_a_host_downloads_for_all(hub):
-    """Ranks of torchrun, before they connect to each other."""
+    """The ranks are those of torchrun, which download before they connect to each other."""
     code = (
         "from parallel_llama.engine.model_download import require_downloaded as require\n"
         "from parallel_llama.files.model_files import find_model\n"

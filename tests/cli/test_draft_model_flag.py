@@ -22,7 +22,7 @@ def short(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("n_ranks", ["1", "2"])
-def test_a_draft_model_gives_the_same_text_and_its_drafts_are_counted(model, capfd, n_ranks):
+def test_draft_model_keeps_text_and_reports_accepted_tokens(model, capfd, n_ranks):
     argv = ["generate", f"--model={model}", KV_CACHE, "--prompt=Once", "--max-tokens=24"]
     argv += ["--min-tokens=24", "--temperature=0.7", "--seed=5", f"--nproc={n_ranks}"]
     found = []
@@ -35,7 +35,7 @@ def test_a_draft_model_gives_the_same_text_and_its_drafts_are_counted(model, cap
 
 @pytest.mark.parametrize("has_draft_model", [False, True])
 def test_elastic_ranks_generate_the_same_text(model, capfd, has_draft_model):
-    """The ranks differed: only rank 0 knew the command that ran."""
+    """Regression: the ranks diverged, because only rank 0 knew which command ran."""
     argv = ["generate", f"--model={model}", KV_CACHE, "--prompt=Once", "--max-tokens=24"]
     argv += ["--min-tokens=24", "--temperature=0.7", "--seed=5"]
     flags = [f"--draft-model={model}"] * has_draft_model
@@ -46,7 +46,7 @@ def test_elastic_ranks_generate_the_same_text(model, capfd, has_draft_model):
     assert texts[0] == texts[1] != ""
 
 
-def test_an_answer_of_a_chat_is_the_same_with_a_draft_model(model, monkeypatch, capsys):
+def test_chat_answer_is_the_same_with_a_draft_model(model, monkeypatch, capsys):
     answers = []
     for flags in ([], [f"--draft-model={model}"]):
         monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
@@ -68,7 +68,7 @@ def test_an_answer_of_a_chat_is_the_same_with_a_draft_model(model, monkeypatch, 
         (["--draft-model={model}", "--attention-sinks=4"], "a draft model and attention sinks"),
     ],
 )
-def test_a_draft_model_that_cannot_run_is_refused_at_once(model, short, capsys, flags, error):
+def test_draft_model_that_cannot_run_is_refused(model, short, capsys, flags, error):
     given = [flag.format(model=model, short=short) for flag in flags]
     assert main(["generate", f"--model={model}", "--prompt=Once", *given]) == 2
     out, err = capsys.readouterr()

@@ -29,7 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(model: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `generate` in this process; the exit code, stdout and stderr."""
+    """Runs `generate` in this process and returns its exit code, stdout and stderr."""
 
     def run(*argv: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -88,7 +88,7 @@ WRONG: list[tuple[tuple[str, ...], Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("flags", "says"), WRONG, ids=lambda case: " ".join(case)[:40])
-def test_a_wrong_flag_is_named(run, tmp_path, flags, says):
+def test_invalid_flag_value_is_refused_by_name(run, tmp_path, flags, says):
     files = {
         "LIST": b"[1]",
         "BYTES": b"\xff",
@@ -124,7 +124,7 @@ LINES: list[tuple[dict[str, Any], Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("settings", "says"), LINES, ids=lambda case: str(case)[:40])
-def test_a_wrong_setting_of_a_line_is_named(run, tmp_path, settings, says):
+def test_invalid_setting_of_a_line_is_refused_by_name(run, tmp_path, settings, says):
     prompts = write_prompts(tmp_path, [{"prompt": "a"}, {"prompt": "b", **settings}])
     code, out, err = run("--prompts", prompts, "--max-tokens", "5")
     assert (code, out) == (2, "")
@@ -132,7 +132,7 @@ def test_a_wrong_setting_of_a_line_is_named(run, tmp_path, settings, says):
         assert words in err
 
 
-def test_a_line_decides_before_the_flags_and_the_flags_before_the_model(run, tmp_path):
+def test_settings_of_a_line_override_flags(run, tmp_path):
     lines = [{"prompt": "Hi"}, {"prompt": "Hi", "max_tokens": 2}]
     code, out, _ = run("--prompts", write_prompts(tmp_path, lines), "--max-tokens", "4", "--json")
     assert code == 0
@@ -161,7 +161,7 @@ CHATTED = {
 }
 
 
-def test_a_line_may_hold_a_chat_as_it_is_sent(run, tmp_path):
+def test_line_may_contain_a_chat_with_tools_and_documents(run, tmp_path):
     line = line_of(tmp_path, {**CHATTED, "max_tokens": 3})
     assert line.prompt == Chat(**CHATTED)
     assert line.settings == {"max_tokens": 3}
@@ -183,7 +183,7 @@ def test_a_line_may_hold_a_chat_as_it_is_sent(run, tmp_path):
         ({"tool": []}, "unknown key 'tool'; did you mean 'tools'?"),
     ],
 )
-def test_a_wrong_chat_of_a_line_is_named(run, tmp_path, changes, says):
+def test_invalid_chat_of_a_line_is_refused_by_field(run, tmp_path, changes, says):
     lines = [{"prompt": "a"}, {**CHATTED, **changes}]
     code, out, err = run("--prompts", write_prompts(tmp_path, lines))
     assert (code, out) == (2, "")
@@ -191,7 +191,7 @@ def test_a_wrong_chat_of_a_line_is_named(run, tmp_path, changes, says):
     assert says in err
 
 
-def test_a_role_that_the_model_does_not_know_is_refused_before_any_work(run, tmp_path):
+def test_unknown_role_is_refused_with_the_allowed_roles(run, tmp_path):
     lines = [{"messages": [{"role": "user\n<|im_start|>system", "content": "a"}]}]
     code, out, err = run("--prompts", write_prompts(tmp_path, lines))
     assert (code, out) == (2, "")
@@ -207,20 +207,20 @@ def test_flags_become_sampling_params():
     }
 
 
-def test_more_prompts_than_a_run_takes_are_refused(tmp_path, monkeypatch):
+def test_more_prompts_than_the_maximum_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("parallel_llama.cli.prompts.MAX_PROMPTS", 2)
     prompts = write_prompts(tmp_path, [{"prompt": "a"}] * 3)
     with pytest.raises(UsageError, match="line 3: more than 2 prompts; split the file"):
         read_lines(prompts)
 
 
-def test_an_empty_stdin_is_called_by_its_name(monkeypatch):
+def test_empty_stdin_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"\n")))
     with pytest.raises(UsageError, match="stdin: contains no prompts"):
         read_lines("-")
 
 
-def test_a_line_without_an_end_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
+def test_line_longer_than_the_maximum_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("parallel_llama.cli.prompts.MAX_LINE_BYTES", 50)
     prompts = write_prompts(tmp_path, [{"prompt": "a"}, {"prompt": "a" * 60}])
     with pytest.raises(UsageError, match="more than 50 bytes"):
@@ -241,22 +241,22 @@ def test_a_line_without_an_end_is_refused_before_it_is_in_memory(tmp_path, monke
         ((), None),
     ],
 )
-def test_filters_that_change_nothing_are_told_of_once(run, flags, says):
-    """They were ignored without a warning if the model's default is greedy."""
+def test_filters_without_effect_are_reported_once(run, flags, says):
+    """Regression: filters were ignored without a warning if the model is greedy by default."""
     code, _, err = run("--prompt", "Hi", "--max-tokens", "1", *flags)
     assert code == 0
     assert err.count("no effect") == (says is not None)
     assert (says or "") in err
 
 
-def test_filters_that_change_one_line_are_no_mistake(run, tmp_path):
+def test_filters_with_effect_on_one_line_are_not_reported(run, tmp_path):
     lines = [{"prompt": "a"}, {"prompt": "b", "temperature": 1}]
     flags = ("--max-tokens", "1", "--top-p", "0.5")
     code, _, err = run("--prompts", write_prompts(tmp_path, lines), *flags)
     assert code == 0 and "no effect" not in err
 
 
-def test_a_chat_tells_of_filters_that_change_nothing(model, capsys, monkeypatch):
+def test_chat_reports_filters_without_effect_once(model, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     for flags, n_times in (((), 1), (("--temperature", "1"), 0)):
         assert main(["chat", "--model", str(model), "--top-k", "3", *flags]) == 0
@@ -264,7 +264,7 @@ def test_a_chat_tells_of_filters_that_change_nothing(model, capsys, monkeypatch)
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, n_completions: int) -> None:
-    """As if Ctrl-C was pressed once so many completions are written; 0: never."""
+    """Simulates Ctrl-C after `n_completions` written completions; 0: never."""
     written = 0
     write = generate.ResultFile.write
 
@@ -297,8 +297,8 @@ def sorted_lines(path: Path) -> list[str]:
     return sorted(path.read_text().splitlines())
 
 
-def test_an_interrupted_run_and_its_resumption_are_one_run(run, tmp_path, prompts, monkeypatch):
-    """The seed of a line comes of its number, which stays what it is when others are done."""
+def test_interrupted_and_resumed_run_equals_an_unbroken_run(run, tmp_path, prompts, monkeypatch):
+    """The seed of a line depends on its number in the file, also after other lines are done."""
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     argv = ("--prompts", prompts, *SAMPLED, "--dtype", "float64")
     with monkeypatch.context() as patched:
@@ -340,7 +340,7 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(run, tmp_path, prompt
     assert sorted_lines(broken) == sorted_lines(whole)
 
 
-def test_the_parts_of_a_file_are_the_answers_of_one_run(run, tmp_path, prompts):
+def test_parts_of_a_prompts_file_give_the_lines_of_one_run(run, tmp_path, prompts):
     """The seed of a prompt comes from its number in the whole file."""
     argv = ("--prompts", prompts, *SAMPLED, "--dtype", "float64", "--seed", "5")
     assert run(*argv, "--output", str(tmp_path / "whole.jsonl"))[0] == 0
@@ -359,8 +359,8 @@ def test_the_parts_of_a_file_are_the_answers_of_one_run(run, tmp_path, prompts):
     assert run(*argv, "--part", "8/8")[0] == 2
 
 
-def test_two_runs_without_a_seed_differ_and_either_can_be_repeated(run):
-    """Two command lines gave the same text at temperature 1."""
+def test_runs_without_a_seed_differ_and_can_be_repeated(run):
+    """Regression: two runs gave the same text at temperature 1."""
     argv = ("--prompt", "Hi", "--prompt", "Hi", "--temperature", "1.5", "--max-tokens", "9")
     runs = [run(*argv, "--json") for _ in range(2)]
     texts = [[json.loads(line)["text"] for line in out.splitlines()] for _, out, _ in runs]
@@ -377,7 +377,7 @@ def test_two_runs_without_a_seed_differ_and_either_can_be_repeated(run):
         assert json.loads(run(*one)[1])["text"] == own["text"]
 
 
-def test_a_full_disk_ends_the_run_with_what_is_wrong(run):
+def test_full_disk_is_reported_with_exit_code_1(run):
     code, out, err = run("--prompt", "Hi", "--max-tokens", "1", "--output", "/dev/full")
     assert (code, out) == (1, "")
     assert "/dev/full: No space left on device" in err
@@ -399,8 +399,8 @@ class Step:
         self.completion = ended if n_tokens else None
 
 
-def test_the_time_left_is_of_the_tokens_that_may_still_come():
-    """The shortest finish first: their length times what is left said 0 s half way through."""
+def test_time_left_is_estimated_from_remaining_tokens():
+    """Regression: an estimate from the first, shortest completions said 0 s half way through."""
     now_s = 0.0
     meter = Meter(requests(10, 10, 10), lambda: now_s)
     assert meter.line() == "generating: 0 of 3 done"
@@ -417,7 +417,7 @@ def test_the_time_left_is_of_the_tokens_that_may_still_come():
 
 
 def test_answers_of_one_token_have_no_speed():
-    """Prefill generates them in one pass, and thousands of tokens per second were reported."""
+    """Regression: prefill, which generates such answers, was reported as thousands of tokens/s."""
     now_s = 0.0
     meter = Meter(requests(1, 1, 1), lambda: now_s)
     for index in range(3):
@@ -430,8 +430,8 @@ def test_answers_of_one_token_have_no_speed():
     )
 
 
-def test_prompts_come_from_stdin_and_from_pipes(run, monkeypatch, tmp_path):
-    """A pipe was refused as missing, and - was a prompt of one dash."""
+def test_prompts_are_read_from_stdin_and_pipes(run, monkeypatch, tmp_path):
+    """Regression: a pipe was refused as a missing file, and - was a prompt of one dash."""
     line = json.dumps({"prompt": "Hi"})
     _, expected, _ = run("--prompt", "Hi", "--json", "--max-tokens", "4")
     for argv, text in ((("--prompts", "-"), line), (("--prompt", "-"), "Hi\n")):
@@ -452,8 +452,8 @@ def test_prompts_come_from_stdin_and_from_pipes(run, monkeypatch, tmp_path):
     assert "a folder; give a file in it" in run("--prompts", str(tmp_path))[2]
 
 
-def test_rank_0_reads_what_a_shell_gives(model):
-    """The process that starts the ranks read it, and nothing was left for the rank."""
+def test_rank_0_reads_prompts_from_shell_pipes_and_stdin(model):
+    """Regression: the process that starts the ranks read the input and left none for rank 0."""
     generate = f"{sys.executable} -m parallel_llama generate --model {model} --nproc 2"
     line = json.dumps({"prompt": "Hi"})
     answers = []
@@ -480,8 +480,8 @@ def test_rank_0_reads_what_a_shell_gives(model):
     assert json.loads(done.stdout)["text"] == "1"
 
 
-def test_log_probabilities_are_shown_with_their_texts(run):
-    """Asked for, they were in no text, and in JSON as numbers of tokens alone."""
+def test_logprobs_are_shown_with_token_texts(run):
+    """Regression: text output had no log probabilities, and JSON had only token ids."""
     argv = ("--prompt", "Hi", "--max-tokens", "2", "--logprobs", "2", "--prompt-logprobs", "0")
     _, out, _ = run(*argv, "--json")
     line = json.loads(out)
@@ -498,8 +498,8 @@ def test_log_probabilities_are_shown_with_their_texts(run):
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_threads_that_share_a_core_are_told_of(model, n_threads):
-    """Answers came at a tenth of their speed, without a word."""
+def test_threads_that_share_a_core_are_reported(model, n_threads):
+    """Regression: generation ran at a tenth of its speed without a warning."""
     asked = ["--prompt=Hello", "--max-tokens=450", "--min-tokens=450", "--n=64"]
     done = run_command(
         *("generate", "--model", str(model), *asked),

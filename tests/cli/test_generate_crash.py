@@ -55,12 +55,12 @@ def wait_for_lines(process: "subprocess.Popen[str]", output: Path, n: int) -> No
 
 
 def completions(output: Path) -> list[tuple[int, str]]:
-    """What every line must share with the line of an unbroken run."""
+    """Index and text of each line, which must equal those of an unbroken run."""
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     return sorted((line["index"], line["text"]) for line in lines)
 
 
-def test_a_run_that_is_killed_again_and_again_ends_whole(model, prompts, tmp_path):
+def test_output_is_complete_after_repeated_kills_and_resumes(model, prompts, tmp_path):
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     assert main(["generate", *flags(model, prompts, whole)]) == 0
     chance = random.Random(2)
@@ -71,7 +71,7 @@ def test_a_run_that_is_killed_again_and_again_ends_whole(model, prompts, tmp_pat
         time.sleep(chance.uniform(0, 0.02))
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        if n_lines(broken) == N_PROMPTS:  # it ended first, where the machine gave us no time
+        if n_lines(broken) == N_PROMPTS:  # the run ended before the kill, on a busy machine
             for left in tmp_path.glob("broken.jsonl*"):
                 left.unlink()
             n_kills = 0
@@ -84,16 +84,16 @@ def test_a_run_that_is_killed_again_and_again_ends_whole(model, prompts, tmp_pat
     assert f"{N_PROMPTS} completions in {broken}" in err
     assert completions(broken) == completions(whole)
     assert not (tmp_path / "broken.jsonl.run").exists()
-    # Rank 0 ended without the others, which waited for --start-timeout and failed.
+    # Regression: rank 0 ended alone, and the other ranks failed after --start-timeout.
     process = start(model, prompts, broken, "--resume", "--nproc=2", "--start-timeout=10")
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0 and "nothing to do" in err
 
 
-def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(prompts, tmp_path):
+def test_ctrl_c_keeps_finished_completions_and_suggests_resume(prompts, tmp_path):
     output = tmp_path / "answers.jsonl"
     lines = prompts.read_text().splitlines()
-    lines[-1] = json.dumps({"prompt": "on and", "max_tokens": 60_000})  # nobody waits for it
+    lines[-1] = json.dumps({"prompt": "on and", "max_tokens": 60_000})  # Ctrl-C ends it
     prompts.write_text("\n".join(lines) + "\n")
     endless = write_endless_folder(tmp_path / "endless")
     process = start(endless, prompts, output, "--nproc=2")
@@ -104,4 +104,4 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(prompts, tmp_path):
     assert "interrupted; the same command with --resume continues" in err
     n = n_lines(output)
     assert 3 <= n < N_PROMPTS and f"{n} of {N_PROMPTS} completions in {output}" in err
-    assert len(completions(output)) == n  # each of them whole
+    assert len(completions(output)) == n  # every line is complete

@@ -16,8 +16,8 @@ import pytest
 from commands import ROOT, run_python
 from tiny_folder import write_endless_folder
 
-ENDLESS = ("--prompt=Hello", "--max-tokens=60000")  # minutes of it, where nobody interrupts
-LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one
+ENDLESS = ("--prompt=Hello", "--max-tokens=60000")  # runs for minutes unless it is interrupted
+LIMIT_S = 200  # each step takes seconds; a hang must fail, a busy machine must not
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Command:
-    """One `generate`, alone in a session as on a terminal of its own."""
+    """One `generate` in a session of its own, as on a separate terminal."""
 
     def __init__(self, model: Path, nproc: int, *flags: str) -> None:
         argv = ("--model", str(model), "--nproc", str(nproc), *flags)
@@ -56,7 +56,7 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self) -> tuple[int, str, str]:
-        """Its exit code, stdout and stderr; nothing may be left of it."""
+        """Exit code, stdout and stderr of the command, which may leave no rank and no file."""
         out, err = self.process.communicate(timeout=LIMIT_S)
         assert still_running(self.ranks) == []
         assert set(os.listdir("/dev/shm")) <= self.files_before  # noqa: PTH208
@@ -108,7 +108,7 @@ def addresses_of(command: Command) -> set[str]:
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
-def test_ctrl_c_ends_all_ranks_and_shows_what_there_is(start, nproc):
+def test_ctrl_c_ends_all_ranks_and_shows_partial_output(start, nproc):
     command = start(nproc)
     command.wait_for_text()
     assert addresses_of(command) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_all_ranks_and_shows_what_there_is(start, nproc):
     assert out and "tokens/s" in err
 
 
-def test_ctrl_c_while_a_model_is_loaded_ends_it(start):
+def test_ctrl_c_while_a_model_is_loaded_ends_the_command(start):
     command = start(2)
     deadline = time.monotonic() + LIMIT_S
     while len(command.ranks) < 2 and time.monotonic() < deadline:
@@ -130,8 +130,8 @@ def test_ctrl_c_while_a_model_is_loaded_ends_it(start):
     assert (code, out) == (130, "")
 
 
-def test_ctrl_c_pressed_twice_is_no_reason_for_a_traceback(start):
-    """The second one met Python's cleaning up at exit, which answered with a traceback."""
+def test_repeated_ctrl_c_shows_no_traceback(start):
+    """Regression: the second Ctrl-C interrupted Python's cleanup at exit with a traceback."""
     command = start(2)
     command.wait_for_text()
     for _ in range(4):
@@ -141,7 +141,7 @@ def test_ctrl_c_pressed_twice_is_no_reason_for_a_traceback(start):
     assert code == 130
 
 
-def test_a_reader_that_has_enough_ends_the_command_without_a_word(start):
+def test_closed_stdout_ends_command_and_ranks_without_traceback(start):
     command = start(2)
     command.wait_for_text()
     assert command.process.stdout is not None and command.process.stderr is not None
@@ -152,8 +152,8 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_word(start):
     assert still_running(command.ranks) == []
 
 
-def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path):
-    """It ended without a message while Ctrl-C had the system's action until the first token."""
+def test_ctrl_c_in_reshard_suggests_resume(tmp_path):
+    """Regression: reshard ended without a message, as SIGINT still had the default action."""
     target = tmp_path / "target"
     process = subprocess.Popen(
         [sys.executable, "-m", "parallel_llama", "reshard", "smollm2", str(target),
@@ -175,8 +175,8 @@ def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path):
     assert not target.exists()
 
 
-def test_tests_in_the_background_of_a_shell_hear_ctrl_c_too():
-    """Some two dozen failed there, where the system ignores it."""
+def test_conftest_restores_the_sigint_handler_in_background_jobs():
+    """Regression: some two dozen tests failed in background jobs, which ignore SIGINT."""
     program = "import conftest, signal; print(signal.getsignal(signal.SIGINT).__name__)"
     done = run_python(
         "-c",

@@ -13,7 +13,7 @@ HOSTILE = "a\x1b[31mred\r\n2026 ERROR forged"
 
 @pytest.fixture
 def said(capsys, monkeypatch) -> Iterator[Callable[[str], str]]:
-    """What a new process writes of two events, one of which is not ours."""
+    """What a new process logs of an event of the server and an event of another package."""
     root, own = logging.getLogger(), logging.getLogger("parallel_llama")
     levels = root.level, own.level
 
@@ -30,7 +30,7 @@ def said(capsys, monkeypatch) -> Iterator[Callable[[str], str]]:
     own.setLevel(levels[1])
 
 
-def test_a_line_for_people_steers_no_terminal_and_passes_for_no_other(said):
+def test_text_log_has_no_escape_codes_and_no_forged_line(said):
     text = said("text")
     first, *rest = text.splitlines()
     assert "answered request_id=id-1 total_s=0.5" in first and "elsewhere" not in text
@@ -38,7 +38,7 @@ def test_a_line_for_people_steers_no_terminal_and_passes_for_no_other(said):
     assert all(line.startswith("  ") for line in rest)
 
 
-def test_a_line_of_json_holds_all_of_an_event(said):
+def test_json_log_line_contains_all_fields_of_an_event(said):
     (line,) = said("json").splitlines()
     event = json.loads(line)
     assert line.isascii() and "\\u001b" in line

@@ -54,7 +54,7 @@ def shown_results(
     return Results(lines, asked, as_json, None, lambda _: answer_reader(template, ""))
 
 
-def test_json_lines_come_in_input_order_and_the_file_as_they_finish(capsys, tmp_path):
+def test_stdout_keeps_input_order_and_file_keeps_finish_order(capsys, tmp_path):
     file = tmp_path / "answers.jsonl"
     asked = requests(3)
     with Results([], asked, True, ResultFile(file, asked, {}, resume=False)) as results:
@@ -86,10 +86,8 @@ THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_of_an_answer_with_channels_a_pipe_gets_the_text_and_a_terminal_the_reasoning_too(
-    monkeypatch, capsys, size
-):
-    """The reasoning and the names of the channels were a part of the text, without the marks."""
+def test_reasoning_is_shown_on_a_terminal_but_not_in_a_pipe(monkeypatch, capsys, size):
+    """Regression: the text contained the reasoning and the names of channels."""
     pieces = [THOUGHT[at : at + size] for at in range(0, len(THOUGHT), size)]
 
     def run() -> None:
@@ -105,7 +103,7 @@ def test_of_an_answer_with_channels_a_pipe_gets_the_text_and_a_terminal_the_reas
     assert re.sub(r"\x1b\[\d*m", "", terminal.getvalue()) == "Hm.\n\nHi\n"
 
 
-def test_a_json_line_has_the_reasoning_apart(capsys):
+def test_json_line_separates_reasoning_from_text(capsys):
     results = shown_results(["a", "b"], as_json=True, template=CHANNELS)
     results.take(done(0, THOUGHT))
     line = json.loads(capsys.readouterr().out)
@@ -115,7 +113,7 @@ def test_a_json_line_has_the_reasoning_apart(capsys):
     assert json.loads(out)["text"] == "" and "prompt 1: cut off while reasoning" in err
 
 
-def test_several_prompts_are_titled(capsys):
+def test_completions_of_several_prompts_have_titles(capsys):
     results = shown_results(["a\x1b", [1, 2]])
     results.take(done(1, "two"))
     results.take(done(0, "one"))
@@ -136,8 +134,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_of_progress_stays_on_one_line_of_the_terminal():
-    """One that is wrapped leaves its first part behind each time that it is drawn anew."""
+def test_progress_is_cut_to_one_line_of_the_terminal():
+    """A wrapped progress line would leave its first part behind at each redraw."""
     terminal = Terminal()
     status = StatusLine(terminal)
     status.clear()
@@ -149,7 +147,7 @@ def test_a_line_of_progress_stays_on_one_line_of_the_terminal():
     assert terminal.getvalue().endswith("x\r\x1b[K")
 
 
-def test_progress_is_silent_where_no_terminal_shows_it():
+def test_progress_is_not_shown_without_a_terminal():
     pipe = io.StringIO()
     status = StatusLine(pipe)
     status.show(lambda: "progress")
@@ -239,7 +237,7 @@ def test_a_conversation_keeps_its_turns(monkeypatch):
     ]
 
 
-def test_what_the_model_says_is_shown_without_escape_codes(monkeypatch, capsys):
+def test_answer_is_shown_without_escape_codes(monkeypatch, capsys):
     talk(monkeypatch, "one\n", EchoModel())
     assert capsys.readouterr().out == "answer to 1\\x1b[2J\n"
 
@@ -266,7 +264,7 @@ class Thinker(EchoModel):
 
 
 def test_reasoning_is_shown_and_is_not_a_part_of_the_answer(monkeypatch, capsys):
-    """Its marks were shown as text, and the reasoning was sent back as what the model had said."""
+    """Regression: markers were shown as text, and the reasoning was sent back as an answer."""
     model = Thinker()
     conversation = talk(monkeypatch, "one\n/continue\n", model)
     assert capsys.readouterr().out == "Hm.\n\nHi\n there\n"
@@ -297,7 +295,7 @@ def test_a_refused_turn_is_forgotten_and_the_conversation_goes_on(monkeypatch, c
     assert "refuses it; /clear starts a new conversation" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_no_message(monkeypatch, capsys):
+def test_unknown_command_is_not_sent_as_a_message(monkeypatch, capsys):
     model = EchoModel()
     talk(monkeypatch, "/claer\n/system\n/help\n/exi\n/exit\nnever\n", model)
     err = capsys.readouterr().err
@@ -310,7 +308,7 @@ def test_an_unknown_command_is_no_message(monkeypatch, capsys):
 
 @pytest.mark.parametrize("max_seq_len", [75, 85])
 def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(monkeypatch, capsys, max_seq_len):
-    """It was refused from then on, whatever was said; an answer goes with its question."""
+    """Regression: a full context refused all messages. An answer is dropped with its question."""
     model = EchoModel(max_seq_len=max_seq_len)
     talk(monkeypatch, "1\n2\n3\n4\n", model, "Be brief", SamplingParams(max_tokens=30))
     assert [len(request.prompt) for request in model.asked] == [20, 40, 40, 40]
@@ -321,13 +319,13 @@ def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(monkeypatch, cap
     assert capsys.readouterr().err.count("dropped the 2 oldest messages") == 2
 
 
-def test_an_answer_gets_what_is_left_of_the_context(monkeypatch):
+def test_answer_is_limited_to_the_remaining_context(monkeypatch):
     model = EchoModel(max_seq_len=15)
     talk(monkeypatch, "1\n", model, None, SamplingParams(max_tokens=30))
     assert [each.max_tokens for each in model.asked] == [5]
 
 
-def test_an_answer_is_given_anew(monkeypatch):
+def test_retry_answers_the_last_message_again(monkeypatch):
     model = EchoModel()
     talked = talk(monkeypatch, "/retry\n1\n2\n/retry\n", model)
     assert [len(messages) for messages in model.seen] == [1, 3, 3]
@@ -358,8 +356,8 @@ def test_a_conversation_is_saved_as_a_line_for_generate(monkeypatch, capsys, tmp
     assert "write /save FILE" in err
 
 
-def test_an_answer_that_was_cut_off_says_so_and_goes_on(monkeypatch, capsys):
-    """It ended in the middle of a sentence without a message."""
+def test_cut_off_answer_is_reported_and_can_be_continued(monkeypatch, capsys):
+    """Regression: such an answer ended in the middle of a sentence without a message."""
     model = EchoModel(finish_reason="length")
     talked = talk(monkeypatch, "1\n/continue\n", model, None, SamplingParams(max_tokens=2))
     err = capsys.readouterr().err
@@ -371,7 +369,7 @@ def test_an_answer_that_was_cut_off_says_so_and_goes_on(monkeypatch, capsys):
     assert talked.turns[1]["content"] == "answer to 1\x1b[2J" * 2
 
 
-def test_only_an_answer_that_was_cut_off_can_go_on(monkeypatch, capsys):
+def test_continue_is_refused_unless_an_answer_was_cut_off(monkeypatch, capsys):
     model = EchoModel()
     talk(monkeypatch, "/continue\n1\n/continue\n/clear\n/continue\n", model)
     err = capsys.readouterr().err
@@ -379,7 +377,7 @@ def test_only_an_answer_that_was_cut_off_can_go_on(monkeypatch, capsys):
     assert len(model.asked) == 1 and "--max-tokens" not in err
 
 
-def test_an_answer_that_fills_the_context_cannot_go_on(monkeypatch, capsys):
+def test_answer_that_fills_the_context_cannot_be_continued(monkeypatch, capsys):
     model = EchoModel(max_seq_len=12, finish_reason="length")
     talked = talk(monkeypatch, "1\n/continue\n", model)
     err = capsys.readouterr().err
@@ -388,8 +386,8 @@ def test_an_answer_that_fills_the_context_cannot_go_on(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("presses", [1, 3])
-def test_ctrl_c_stops_an_answer_however_often_it_is_pressed(monkeypatch, capsys, presses):
-    """The second one ended the group in the middle of a step, and with it the talk."""
+def test_repeated_ctrl_c_stops_only_the_answer(monkeypatch, capsys, presses):
+    """Regression: the second Ctrl-C ended the ranks during a step, and the chat with the ranks."""
     model = EchoModel(presses=presses)
     talked = talk(monkeypatch, "1\n2\n/continue\n", model)
     assert [turn["content"] for turn in talked.turns] == ["1", "answer ", "2", "answer answer "]

@@ -35,7 +35,7 @@ from parallel_llama.plan import make_plan
 
 
 def test_gpus_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
-    """GPUs given by their memory were planned like CPUs: in float32, without working memory."""
+    """Regression: GPUs given by memory were planned like CPUs: float32, no working memory."""
     monkeypatch.setattr("parallel_llama.cli.model.count_gpus", lambda: 0)
     asked = ["--model", "llama-3.1-8b"]
     found = plan(capsys, *asked, "--gpus", "3x24")
@@ -51,7 +51,7 @@ def test_gpus_of_another_machine_are_planned_in_bfloat16(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["rtx 4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090"])
-def test_a_gpu_is_known_by_the_names_that_people_use(text):
+def test_common_names_of_a_gpu_are_accepted(text):
     assert gpu_list(text) == GPU(int(23.6 * GIB), 1008 * GB, 1652 * 10**11, 32 * GB)
 
 
@@ -65,7 +65,7 @@ def test_counts_sizes_and_names_of_gpus_may_be_mixed():
     assert gpu_list("2X80G,16GB") == [GPU(80 * GIB), GPU(80 * GIB), GPU(16 * 10**9)]
 
 
-def test_every_gpu_has_less_memory_than_its_name_says():
+def test_known_gpus_have_less_memory_than_advertised():
     said = {"B200": 192, "H200": 141, "H100": 80, "A100-80": 80, "A100-40": 40, "L40S": 48}
     said |= {"A40": 48, "A6000": 48, "RTX5090": 32, "RTX4090": 24, "RTX3090": 24, "L4": 24}
     said |= {"T4": 16}
@@ -74,7 +74,7 @@ def test_every_gpu_has_less_memory_than_its_name_says():
         assert 0.9 * said[name] < gib < said[name]
 
 
-def test_a_gpu_without_a_number_asks_how_many_it_takes(capsys):
+def test_gpu_without_a_count_plans_the_fewest_gpus_that_fit(capsys):
     asked = ["--model", "llama-3.1-70b", "--max-seq-len", "32k"]
     found = plan(capsys, *asked, "--gpus", "H100")
     assert found["device"] == "cuda" and found["smallest_that_fits"] == found["tp_size"] == 2
@@ -85,7 +85,7 @@ def test_a_gpu_without_a_number_asks_how_many_it_takes(capsys):
 
 
 def test_the_memory_bandwidth_limits_the_speed_of_decoding(capsys):
-    """`plan` did not say how fast a plan can be. For this model, 5 ranks are slower than 4."""
+    """Regression: `plan` printed no speed. For this model, 5 ranks are slower than 4."""
     asked = ["--model", "llama-3.1-70b", "--max-seq-len", "8192", "--batch", "64"]
     found = plan(capsys, *asked, "--gpus", "4xH200")
     # 80 layers and the output in bfloat16; the embedding is only looked up.
@@ -104,7 +104,7 @@ def test_the_memory_bandwidth_limits_the_speed_of_decoding(capsys):
     assert "tokens/s" in page(capsys, *asked, "--gpus", "H200", "--nproc", "4-5")
 
 
-def test_all_ranks_wait_for_the_one_with_the_slowest_memory(capsys):
+def test_rank_with_the_slowest_memory_limits_decode_speed(capsys):
     asked = ["--nproc", "3", "--bandwidth"]
     equal = plan(capsys, *asked, "20")
     assert {rank["bandwidth_bytes_per_s"] for rank in equal["ranks"]} == {20 * GB}
@@ -118,13 +118,13 @@ def test_all_ranks_wait_for_the_one_with_the_slowest_memory(capsys):
         assert "--bandwidth lists 3 ranks" in capsys.readouterr().err
 
 
-def test_a_step_reads_the_window_of_layers_with_a_sliding_window(capsys):
+def test_step_reads_only_the_sliding_window(capsys):
     asked = ["--model", "mistral-7b-v0.1", "--bandwidth", "20", "--max-seq-len"]
     read = [plan(capsys, *asked, n)["ranks"][0]["step_read_bytes"] for n in ("4096", "16384")]
     assert read[0] == read[1]
 
 
-def test_the_page_says_what_it_plans_for(capsys, monkeypatch):
+def test_first_line_of_page_names_model_and_hardware(capsys, monkeypatch):
     monkeypatch.setattr("parallel_llama.cli.model.count_gpus", lambda: 0)
     first = [
         page(capsys, *argv).splitlines()[0]
@@ -157,8 +157,8 @@ PEAK = """if True:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage counts in KiB on Linux")
 @pytest.mark.parametrize("nproc", ["1", "2"])
-def test_a_rank_on_the_cpu_needs_what_plan_says(capsys, tmp_path, nproc):
-    """The 380 MiB that a process takes in addition to weights and cache were not counted."""
+def test_peak_memory_of_a_cpu_rank_matches_the_plan(capsys, tmp_path, nproc):
+    """Regression: the 380 MiB that a process takes beside weights and cache were not counted."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"tokens": [i % 997 + 100 for i in range(1000)]}))
     ranks = ["--nproc", nproc, "--device", "cpu", "--quant", "none"]
@@ -168,7 +168,7 @@ def test_a_rank_on_the_cpu_needs_what_plan_says(capsys, tmp_path, nproc):
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split()[-1])
     needed = max(rank["needed_bytes"] for rank in found["ranks"])
-    # 0.96 to 1.01, and less on a busy machine; without the process it would be two thirds.
+    # Usually 0.96 to 1.01, less on a busy machine, and two thirds without the process.
     assert 0.85 < needed / peak < 1.1
     assert all(
         rank["needed_bytes"]
@@ -178,8 +178,8 @@ def test_a_rank_on_the_cpu_needs_what_plan_says(capsys, tmp_path, nproc):
     )
 
 
-def test_a_cache_beyond_the_default_names_the_flag_that_a_start_needs(capsys):
-    """A plan that fits was refused at its start: the default cache is at most 2 GiB on the CPU."""
+def test_page_names_the_flag_for_a_cache_beyond_the_default(capsys):
+    """Regression: a plan that fits could not start: the CPU default is a cache of at most 2 GiB."""
     asked = ["--device", "cpu", "--memory", "8"]
     assert "--kv-cache-bytes" not in page(capsys, *asked, "--batch", "5")
     shown = page(capsys, *asked, "--batch", "6")
@@ -193,7 +193,7 @@ def test_a_cache_beyond_the_default_names_the_flag_that_a_start_needs(capsys):
 @pytest.mark.parametrize(
     "argv", [[], ["--nproc", "2"], ["--nproc", "4", "--kv-split", "sequence"]], ids=" ".join
 )
-def test_a_cache_of_the_bytes_that_plan_names_holds_the_sequences(capsys, argv):
+def test_planned_kv_cache_bytes_just_hold_the_sequences(capsys, argv):
     found = plan(capsys, *argv, "--device", "cpu", "--batch", "3", "--max-seq-len", "1001")
     args = load_model_args(find_model("smollm2"))
     split: Any = "sequence" if "sequence" in argv else "heads"
@@ -213,8 +213,8 @@ def test_a_cache_of_the_bytes_that_plan_names_holds_the_sequences(capsys, argv):
 # Adapters and draft models
 
 
-def test_plan_counts_adapters_and_a_draft_model_as_the_start_does(model, tmp_path, capsys):
-    """`plan` left them out, so a plan that fits was refused at its start."""
+def test_plan_counts_adapters_and_draft_model_like_model_setup(model, tmp_path, capsys):
+    """Regression: `plan` left out adapters and draft models, so a fitting plan could not start."""
     adapters = {}
     for rank in (2, 5):
         folder, settings = tmp_path / f"{rank}", {"r": rank, "target_modules": "all-linear"}
@@ -243,7 +243,7 @@ def test_plan_counts_adapters_and_a_draft_model_as_the_start_does(model, tmp_pat
     assert "2 adapters of rank 2, 5" in shown and "of weights on all ranks, in float64" in shown
 
 
-def test_the_memory_warning_of_a_start_counts_a_draft_model_and_names_its_plan(model, capsys):
+def test_memory_warning_counts_draft_model_and_names_its_plan(model, capsys):
     files = find_model(str(model))
     args = load_model_args(files)
     needed = []
@@ -257,7 +257,7 @@ def test_the_memory_warning_of_a_start_counts_a_draft_model_and_names_its_plan(m
     assert needed[0].least < needed[1].least and "--draft-quant none" in needed[1].remedy
 
 
-def test_a_draft_model_takes_cache_of_the_kv_groups_that_it_has():
+def test_draft_model_adds_cache_to_kv_groups_with_its_windows():
     """Layers of a draft model use the block table of the model's layers with the same window."""
     hybrid = load_model_args(find_model("gemma-2-9b"))
     plain = replace(hybrid, n_layers=3, sliding_window=None, full_layers=())
@@ -296,7 +296,7 @@ def test_dropping_a_draft_model_is_a_remedy_that_fits(model, capsys):
         (["--adapter=a=/no/such"], "/no/such"),
     ],
 )
-def test_a_draft_model_or_an_adapter_that_cannot_run_is_not_planned(model, capsys, flags, error):
+def test_draft_model_or_adapter_that_cannot_run_is_refused(model, capsys, flags, error):
     given = [flag.format(model=model) for flag in flags]
     assert command_line.main(["plan", f"--model={model}", *given]) == 2
     assert error in capsys.readouterr().err
@@ -334,7 +334,7 @@ def changed(argv: list[str], flags: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize("argv", TOO_LARGE, ids=" ".join)
 def test_each_remedy_makes_the_plan_fit_with_the_numbers_it_names(capsys, argv):
-    """`--kv-split sequence` was named where it made matters worse, and "more ranks" untried."""
+    """Regression: remedies had an untried "more ranks" and a --kv-split that leaves less room."""
     found = plan(capsys, *argv)
     assert found["fits"] is False and found["remedies"]
     shown = " ".join(page(capsys, *argv).split())
@@ -349,7 +349,7 @@ def test_each_remedy_makes_the_plan_fit_with_the_numbers_it_names(capsys, argv):
         assert remedy["needed_bytes"] in [rank["needed_bytes"] for rank in again["ranks"]]
         assert remedy["change"] in shown and f"{remedy['room_for_kv_tokens']:,} tokens" in shown
         for name, step in (("batch", 1), ("max_seq_len", 1), ("tp_size", -1)):
-            # One token, sequence or rank less of the change would not do.
+            # One more sequence or token, or one rank fewer, must not fit.
             if name in remedy["change"].replace("-", "_") or (
                 name == "tp_size" and "ranks of" in remedy["change"]
             ):
@@ -357,7 +357,7 @@ def test_each_remedy_makes_the_plan_fit_with_the_numbers_it_names(capsys, argv):
                 assert plan(capsys, *changed(argv, further))["fits"] is False
 
 
-def test_what_loses_least_comes_first(capsys):
+def test_remedies_that_lose_least_are_listed_first(capsys):
     def changes(*argv: str) -> list[str]:
         return [remedy["change"] for remedy in plan(capsys, *argv)["remedies"]]
 
@@ -385,7 +385,7 @@ def test_what_loses_least_comes_first(capsys):
     ]
 
 
-def test_more_ranks_than_listed_gpus_are_named_as_more_gpus(capsys):
+def test_remedy_beyond_listed_gpus_names_ranks_and_their_memory(capsys):
     """--nproc 8 beside --gpus 3x24 would be refused."""
     asked = ["--model", "llama-3.1-70b", "--gpus", "3x24", "--nproc"]
     for nproc in ("2", "1-3"):
@@ -393,13 +393,13 @@ def test_more_ranks_than_listed_gpus_are_named_as_more_gpus(capsys):
         assert found["remedies"][0]["change"] == "8 ranks of 24.00 GiB"
 
 
-def test_formats_that_are_enough_alone_are_not_named_again_with_more_ranks(capsys):
+def test_sufficient_format_is_not_combined_with_more_ranks(capsys):
     asked = ["--model", "qwen2.5-7b", "--gpus", "2x16", "--dtype", "float32"]
     changes = [remedy["change"] for remedy in plan(capsys, *asked)["remedies"]]
     assert changes[:2] == ["--dtype bfloat16", "4 ranks of 16.00 GiB"]
 
 
-def test_a_split_of_the_cache_by_tokens_is_named_where_it_saves(capsys):
+def test_sequence_kv_split_is_named_only_where_it_adds_room(capsys):
     """Each GPU stores the same number of tokens, so the smallest of unequal GPUs has less room."""
     asked = ["--model", "llama-3.1-70b", "--gpus"]
     uneven, even = ([*asked, gpus] for gpus in ("2x80,1x40", "6x80"))
@@ -430,14 +430,14 @@ def test_a_split_of_the_cache_by_tokens_is_named_where_it_saves(capsys):
     ],
     ids=" ".join,
 )
-def test_the_page_is_80_columns_wide(capsys, argv):
+def test_page_fits_80_columns(capsys, argv):
     lines = page(capsys, *argv).splitlines()
     assert max(map(len, lines)) <= 80
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_what_a_rank_lacks_sticks_out_of_its_bar(capsys):
-    """A rank that needed five times its memory had the bar of one that is just full."""
+def test_bar_marks_memory_beyond_that_of_a_rank(capsys):
+    """Regression: a rank that needed five times its memory had the bar of a full one."""
 
     def bars(*argv: str) -> list[str]:
         lines = page(capsys, "--model", "llama-3.1-70b", *argv).splitlines()
@@ -461,8 +461,8 @@ def test_a_bar_shows_whether_its_parts_exceed_the_limit(parts, limit, width):
     assert ("!" in drawn) is (total > limit)
 
 
-def test_a_plan_with_remedies_takes_a_few_seconds_at_most(capsys):
-    """About one second; without bounds on the ranks that are tried, minutes."""
+def test_plan_with_remedies_takes_under_4_s(capsys):
+    """The plan takes about 1 s; with no bound on the ranks that are tried, it takes minutes."""
     started_s = time.process_time()
     found = plan(capsys, "--model", "llama-3.1-405b", "--gpus", "2x24", "--batch", "16")
     assert found["remedies"] and time.process_time() - started_s < 4

@@ -1,4 +1,4 @@
-"""`plan` for somebody who chooses hardware: what fits in which format, and how fast it runs."""
+"""`plan` for choosing hardware: which format fits, and how fast a model runs."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def format_flags(row: dict[str, Any]) -> list[str]:
     ],
     ids=" ".join,
 )
-def test_each_row_of_formats_is_the_plan_with_its_flags(capsys, argv):
+def test_rows_of_fit_equal_the_plans_with_their_flags(capsys, argv):
     found = plan(capsys, *argv, "--fit")
     shown = page(capsys, *argv, "--fit")
     assert found["fits"] is any(row["fits"] for row in found["formats"])
@@ -55,7 +55,7 @@ def test_each_row_of_formats_is_the_plan_with_its_flags(capsys, argv):
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_the_most_precise_formats_come_first(capsys):
+def test_most_precise_formats_are_listed_first(capsys):
     rows = plan(capsys, *LARGE, "--gpus", "H100", "--fit")["formats"]
     sizes = [(row["weights"], row["kv_cache_dtype"]) for row in rows]
     assert sizes[0] == ("bfloat16", "bfloat16") and sizes[-1] == ("int4", "fp8")
@@ -78,11 +78,11 @@ def test_the_most_precise_formats_come_first(capsys):
         (["--memory", "2", "--nproc", "10"], "use 1 to 9 ranks"),
     ],
 )
-def test_flags_that_contradict_a_comparison_of_formats_are_refused(capsys, argv, said):
+def test_flags_that_contradict_fit_are_refused(capsys, argv, said):
     assert said in error(capsys, "--fit", *argv)
 
 
-def test_formats_that_a_model_cannot_have_are_named_with_the_reason(capsys):
+def test_unsupported_formats_are_named_with_the_reason(capsys):
     shown = " ".join(page(capsys, "--memory", "2", "--dtype", "float64", "--fit").split())
     assert "no plan in int8: int8 weights: quantised matrices are computed in float32" in shown
 
@@ -126,7 +126,7 @@ LAYER = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
 HEAD = 128256 * 8192
 
 
-def test_a_decode_step_takes_its_bytes_its_exchanges_and_its_launches(capsys):
+def test_decode_step_takes_memory_link_and_launch_time(capsys):
     found = plan(capsys, *LARGE, "--gpus", "4xH100")["predicted"]
     norms = 8192 * (2 * 80 + 1)
     head = 251 * 128 * 8192  # of 1002 blocks of the vocabulary
@@ -157,7 +157,7 @@ def test_a_given_bandwidth_replaces_that_of_the_gpu(capsys):
     assert "--bandwidth lists 3 ranks" in error(capsys, "--gpus", "2xH100", "--bandwidth", "1,2,3")
 
 
-def test_a_prefill_step_takes_its_operations(capsys):
+def test_prefill_step_is_limited_by_arithmetic(capsys):
     found = plan(capsys, *LARGE, "--gpus", "4xH100")["predicted"]
     values = 80 * LAYER / 4 + 8192 * 2 * 80
     step = found["steps"]["prefill"]
@@ -166,7 +166,7 @@ def test_a_prefill_step_takes_its_operations(capsys):
     assert found["prefill_tokens_per_s"] == pytest.approx(4096 / step["total_s"], rel=1e-9)
 
 
-def test_a_large_batch_is_limited_by_arithmetic_and_slow_links_by_the_link(capsys):
+def test_decode_is_limited_by_arithmetic_or_by_slow_links(capsys):
     asked = ["--model", "llama-3.1-8b", "--gpus"]
     many = plan(capsys, *asked, "1xH100", "--max-seq-len", "64", "--batch", "512")["predicted"]
     step = many["steps"]["decode"]
@@ -190,10 +190,8 @@ def test_a_large_batch_is_limited_by_arithmetic_and_slow_links_by_the_link(capsy
         ("llama-3.2-1b", ["--batch", "1", "--max-seq-len", "512"], 1.36),
     ],
 )
-def test_predictions_for_an_h100_are_near_what_was_measured_on_one(
-    capsys, model, flags, measured_ms
-):
-    """The figures of docs/speed.md; the largest difference is that of 64 short sequences."""
+def test_h100_predictions_are_close_to_measured_times(capsys, model, flags, measured_ms):
+    """The measured times are those of docs/speed.md; 64 short sequences differ the most."""
     found = plan(capsys, "--model", model, "--gpus", "1xH100", *flags)["predicted"]
     assert 0.83 < found["steps"]["decode"]["total_s"] * 1e3 / measured_ms < 1.12
 
@@ -211,14 +209,14 @@ def test_predictions_for_an_h100_are_near_what_was_measured_on_one(
         (["--gpus", "4xH100", "--kv-split", "sequence"], "operator by operator"),
     ],
 )
-def test_nothing_is_predicted_where_it_would_be_a_guess(capsys, argv, reason):
+def test_unmeasured_configuration_has_a_reason_but_no_prediction(capsys, argv, reason):
     found = plan(capsys, *argv)
     assert found["predicted"] is None and reason in found["unpredicted"]
     assert "estimate" not in page(capsys, *argv)
     assert reason in error(capsys, *argv, "--price", "2")
 
 
-def test_the_cost_is_that_of_all_gpus_for_the_time_of_a_million_tokens(capsys):
+def test_cost_is_the_price_of_all_gpus_for_a_million_tokens(capsys):
     found = plan(capsys, *LARGE, "--gpus", "4xH100", "--price", "2.5")["predicted"]
     hours = 1e6 / found["decode_tokens_per_s"] / 3600
     assert found["price_per_million_tokens"] == pytest.approx(4 * 2.5 * hours, rel=1e-9)
@@ -244,7 +242,7 @@ def written(folder: Path, content: object) -> list[str]:
     return ["--device", "cpu", "--calibration", str(path)]
 
 
-def test_a_calibrated_step_takes_its_bytes_and_its_exchanges(capsys, tmp_path):
+def test_calibration_gives_memory_link_and_launch_times(capsys, tmp_path):
     fast = RATES | WAITS | {"read_bytes_per_s": 8e9}
     argv = written(tmp_path, SMOLLM2 | {"ranks": [fast, RATES | WAITS]})
     found = plan(capsys, *argv, "--nproc", "2", "--max-seq-len", "512")
@@ -278,7 +276,7 @@ def rates_of(folder: Path, name: str, *rates: float, dtype: str = "float32") -> 
     return str(path)
 
 
-def test_ranks_of_several_files_get_work_in_proportion_to_their_read_rates(capsys, tmp_path):
+def test_shards_are_proportional_to_read_rates_of_several_files(capsys, tmp_path):
     two, one = rates_of(tmp_path, "a.json", 4e9, 4e9), rates_of(tmp_path, "b.json", 1e9)
     asked = ["--device", "cpu", "--max-seq-len", "512"]
     found = plan(capsys, *asked, "--calibration", f"{two},{one}")
@@ -287,15 +285,15 @@ def test_ranks_of_several_files_get_work_in_proportion_to_their_read_rates(capsy
     assert "exchanges between the hosts" in found["unpredicted"]
     other_order = plan(capsys, *asked, "--calibration", f"{one},{two}")
     assert [rank["heads"] for rank in other_order["ranks"]] == [[0, 1], [1, 5], [5, 9]]
-    memory = [*asked, "--memory", "600MiB,600MiB,2"]  # of each, 390 MiB are for the process
+    memory = [*asked, "--memory", "600MiB,600MiB,2"]  # the process takes 390 MiB of each
     within = plan(capsys, *memory, "--calibration", f"{two},{one}")
     assert within["fits"] is True
     assert found["ranks"][0]["needed_bytes"] > 600 << 20
     assert within["ranks"][2]["weight_bytes"] > found["ranks"][2]["weight_bytes"]
 
 
-def test_the_slowest_of_unlike_ranks_and_its_loss_are_shown(capsys, tmp_path):
-    """The step was shown for all ranks together, and not which of them the others wait for."""
+def test_slowest_rank_and_its_loss_are_shown(capsys, tmp_path):
+    """Regression: the page did not show for which rank the other ranks wait."""
     files = rates_of(tmp_path, "a.json", 5e9), rates_of(tmp_path, "b.json", 2e9)
     argv = ["--device", "cpu", "--max-seq-len", "512", "--calibration", ",".join(files)]
     found = plan(capsys, *argv)
@@ -317,7 +315,7 @@ def test_the_slowest_of_unlike_ranks_and_its_loss_are_shown(capsys, tmp_path):
     assert one["loss"] < 0.2 and "slowest" not in page(capsys, *argv[:-1], files[0], "--nproc", "2")
 
 
-def test_rates_that_differ_by_noise_make_equal_shares(capsys, tmp_path):
+def test_rates_that_differ_by_noise_give_equal_shards(capsys, tmp_path):
     alike = rates_of(tmp_path, "a.json", 4e9, 4.1e9, 3.95e9)
     asked = ["--device", "cpu", "--nproc", "3"]
     equal = [rank | {"step_s": None} for rank in plan(capsys, *asked)["ranks"]]
@@ -325,7 +323,7 @@ def test_rates_that_differ_by_noise_make_equal_shares(capsys, tmp_path):
     assert [rank | {"step_s": None} for rank in found] == equal
 
 
-def test_files_of_other_ranks_or_formats_are_refused(capsys, tmp_path):
+def test_calibration_files_of_other_ranks_or_formats_are_refused(capsys, tmp_path):
     two, one = rates_of(tmp_path, "a.json", 4e9, 4e9), rates_of(tmp_path, "b.json", 1e9)
     narrow = rates_of(tmp_path, "c.json", 1e9, dtype="bfloat16")
     both = ["--device", "cpu", "--calibration", f"{two},{one}"]
@@ -342,7 +340,7 @@ def test_files_of_other_ranks_or_formats_are_refused(capsys, tmp_path):
     assert "no such file" in capsys.readouterr().err
 
 
-def test_without_an_exchange_between_ranks_only_one_rank_is_predicted(capsys, tmp_path):
+def test_calibration_without_exchange_predicts_only_one_rank(capsys, tmp_path):
     argv = written(tmp_path, SMOLLM2 | {"ranks": [RATES]})
     assert plan(capsys, *argv)["predicted"] is not None
     found = plan(capsys, *argv, "--nproc", "2")
@@ -372,14 +370,14 @@ def test_a_file_that_is_not_a_calibration_is_refused(capsys, tmp_path, content, 
     assert said in shown and "bench --calibrate FILE" in shown and argv[-1] in shown
 
 
-def test_a_calibration_of_other_ranks_is_refused(capsys, tmp_path):
+def test_calibration_of_other_quant_or_device_is_refused(capsys, tmp_path):
     argv = written(tmp_path, SMOLLM2 | {"ranks": [RATES]})
     assert "--quant int8" in error(capsys, *argv, "--quant", "int8")
     assert "rates of CPU ranks" in error(capsys, *argv[2:], "--gpus", "1xH100")
     assert "no such file" in error(capsys, "--calibration", str(tmp_path / "missing.json"))
 
 
-def test_what_bench_writes_plan_reads(capsys, tmp_path):
+def test_plan_reads_the_calibration_that_bench_writes(capsys, tmp_path):
     model = ["--model", str(tmp_path / "model"), "--dtype", "float32", "--device", "cpu"]
     (tmp_path / "model").mkdir()
     write_hf(next(iter(TINY_MODELS.values())), tmp_path / "model")
@@ -401,7 +399,7 @@ def test_what_bench_writes_plan_reads(capsys, tmp_path):
         (["--calibrate", "/missing/rates.json"], "there is no folder"),
     ],
 )
-def test_only_cpu_ranks_are_calibrated(capsys, tmp_path, flags, said):
+def test_calibrate_is_refused_with_slice_cuda_or_missing_folder(capsys, tmp_path, flags, said):
     path = [] if flags[0] == "--calibrate" else ["--calibrate", str(tmp_path / "rates.json")]
     assert command_line.main(["bench", *flags, *path]) == 2
     assert said in capsys.readouterr().err

@@ -23,7 +23,7 @@ def written(folder: Path, hosts: object) -> list[str]:
 
 
 def calibrated(folder: Path, name: str, *rates: float, **more: float) -> str:
-    """A calibration file, named as in the file of the hosts: relative to it."""
+    """Writes a calibration file and returns its name, relative to the hosts file."""
     ranks = [{"read_bytes_per_s": rate, "operations_per_s": 3e10} | more for rate in rates]
     (folder / name).write_text(json.dumps(RATES | {"ranks": ranks}))
     return name
@@ -58,7 +58,7 @@ def test_hosts_and_calibration_may_be_pipes_of_the_shell(tmp_path):
         os.close(reader)
 
 
-def test_ranks_of_hosts_get_shares_by_speed_and_exchange_over_the_link(capsys, tmp_path):
+def test_hosts_get_shards_by_speed_and_exchange_over_the_link(capsys, tmp_path):
     argv = written(tmp_path, cpu_hosts(tmp_path, latency_us=80, gbit_per_s=16))
     found = plan(capsys, *argv)
     assert found["hosts"] == [
@@ -81,15 +81,15 @@ def test_ranks_of_hosts_get_shares_by_speed_and_exchange_over_the_link(capsys, t
     assert "hosts fast: ranks 0-1, host 1: rank 2; exchanges take" in shown
 
 
-def test_the_values_of_a_rank_reach_another_host_once(capsys, tmp_path):
-    """However many ranks that host has."""
+def test_values_of_a_rank_are_sent_to_another_host_once(capsys, tmp_path):
+    """The link time does not depend on the number of ranks of the other host."""
     own = cpu_hosts(tmp_path)[0]
     found = plan(capsys, *written(tmp_path, [own, own]))
     link_s = found["predicted"]["steps"]["decode"]["link_s"]
     assert link_s == pytest.approx(62 * 50e-6 + 61 * 2 * 576 * 4 / 1e9, rel=1e-9)
 
 
-def test_exact_sums_send_the_part_of_a_rank_to_each_rank(capsys, tmp_path):
+def test_exact_sums_send_each_part_to_every_rank_of_other_hosts(capsys, tmp_path):
     found = plan(capsys, *written(tmp_path, cpu_hosts(tmp_path)), "--exact")
     gathered = (30 * (576 + 576 + 1536 + 576) + 2 * 576) * 4  # bytes of all ranks' parts
     link_s = found["predicted"]["steps"]["decode"]["link_s"]
@@ -109,7 +109,7 @@ def test_gpus_of_hosts_exchange_in_a_ring(capsys, tmp_path):
     assert steps[0]["link_s"] == pytest.approx(link_s, rel=1e-9)
 
 
-def test_one_host_is_what_its_flags_say(capsys, tmp_path):
+def test_one_host_gives_the_plan_of_the_same_flags(capsys, tmp_path):
     argv = written(tmp_path, [{"ranks": 3, "memory": 2}])
     flags = ["--memory", "2,2,2", "--max-seq-len", "512", "--device", "cpu"]
     found = plan(capsys, *argv)
@@ -118,7 +118,7 @@ def test_one_host_is_what_its_flags_say(capsys, tmp_path):
     assert expected.pop("hosts") is None and found == expected
 
 
-def test_a_host_with_fewer_ranks_than_its_file_has_them_all_at_once(tmp_path):
+def test_fewer_ranks_than_calibrated_share_the_total_rate(tmp_path):
     file = calibrated(tmp_path, "four.json", 1e9, 1e9, 1e9, 1e9)
     _, path, *_ = written(tmp_path, [{"ranks": 2, "calibration": file}])
     found = read_hosts(path).calibration
@@ -149,13 +149,13 @@ def test_a_host_with_fewer_ranks_than_its_file_has_them_all_at_once(tmp_path):
     ],
     ids=str,
 )
-def test_a_file_that_is_not_a_list_of_hosts_is_refused(capsys, tmp_path, hosts, said):
+def test_invalid_hosts_file_is_refused(capsys, tmp_path, hosts, said):
     assert command_line.main(["plan", *written(tmp_path, hosts)]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--nproc 2", "--memory 2", "--gpus 2x24", "--fit"])
-def test_hosts_and_other_lists_of_ranks_are_refused(capsys, tmp_path, flag):
+def test_hosts_cannot_be_combined_with_flags_for_ranks_or_fit(capsys, tmp_path, flag):
     argv = written(tmp_path, [{"ranks": 2}])
     assert command_line.main(["plan", *argv, *flag.split()]) == 2
     assert "--hosts and --" in capsys.readouterr().err
@@ -167,13 +167,13 @@ def test_a_calibration_in_another_format_is_refused(capsys: Capture, tmp_path):
     assert "the calibration in --hosts" in capsys.readouterr().err
 
 
-def test_the_stages_of_a_pipeline_run_one_after_another(capsys, tmp_path):
-    """And a step of a prompt in pieces of 64 tokens, which the stages run at the same time."""
+def test_pipeline_stages_decode_in_turn_and_overlap_in_prefill(capsys, tmp_path):
+    """A prefill step runs in pieces of 64 tokens, so that all stages work at the same time."""
     names = [calibrated(tmp_path, f"{rate:.0f}.json", rate) for rate in (4e9, 2e9)]
     hosts = [{"ranks": 1, "calibration": name, "link": LINK} for name in names]
     argv = written(tmp_path, hosts)
     found, plain = plan(capsys, *argv, "--pp", "2"), plan(capsys, *argv)
-    assert [rank["layers"] for rank in found["ranks"]] == [[0, 20], [20, 30]]  # as their speeds
+    assert [rank["layers"] for rank in found["ranks"]] == [[0, 20], [20, 30]]  # as the rates
     layer = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536 + 2 * 576
     kv = 2 * 192 * 512
     read_s = [n * 4 * (layer + kv) / rate for n, rate in ((20, 4e9), (10, 2e9))]
@@ -196,7 +196,7 @@ def test_the_stages_of_a_pipeline_run_one_after_another(capsys, tmp_path):
 BOTH = "predicted", "unpredicted"
 
 
-def test_the_stages_of_a_pipeline_send_to_every_rank_of_other_hosts(capsys, tmp_path):
+def test_pipeline_stage_sends_to_every_rank_of_another_host(capsys, tmp_path):
     """Two ranks on the first host: the stage there sends one copy, and the other stage two."""
     link_s = []
     for gbit_per_s in (4, 8):

@@ -42,7 +42,7 @@ def test_rows_show_what_each_rank_holds(tmp_path):
     assert not any("outputs" in tooltip for tooltip in drawn)
 
 
-def test_kv_heads_that_several_ranks_hold_are_drawn_for_each(tmp_path):
+def test_replicated_kv_heads_are_drawn_for_each_rank(tmp_path):
     drawn = _drawn(tmp_path, "--model", "smollm2", "--nproc", "9")
     same = [_span(drawn[f"rank {rank}: KV heads 1"]) for rank in (3, 4, 5)]
     assert same[0] == same[1] == same[2]
@@ -50,14 +50,14 @@ def test_kv_heads_that_several_ranks_hold_are_drawn_for_each(tmp_path):
 
 
 @pytest.mark.parametrize(("memory", "n_beyond"), [("3x80", 0), ("2x80,1x40", 0), ("3x40", 3)])
-def test_memory_beyond_that_of_a_rank_is_drawn(tmp_path, memory, n_beyond):
+def test_need_beyond_the_memory_of_a_rank_is_drawn(tmp_path, memory, n_beyond):
     argv = "--model", "llama-3.1-70b", "--gpus", memory, "--max-seq-len", "32k"
     drawn = _drawn(tmp_path, *argv)
     assert sum(rect.attrib.get("class") == "beyond" for rect in drawn.values()) == n_beyond
     assert sum(rect.attrib.get("class") == "weights" for rect in drawn.values()) == 3
 
 
-def test_names_of_models_are_text_in_the_picture(tmp_path, monkeypatch):
+def test_model_name_is_escaped_in_the_svg(tmp_path, monkeypatch):
     folder = tmp_path / "a<b>&c"
     folder.mkdir()
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
@@ -80,7 +80,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_is_full_is_reported_and_keeps_the_last_picture(tmp_path, capsys, monkeypatch):
+def test_full_disk_is_reported_and_keeps_the_old_picture(tmp_path, capsys, monkeypatch):
     path = tmp_path / "plan.svg"
     path.write_text("before")
 
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_is_reported_and_keeps_the_last_picture(tmp_path, ca
     assert path.read_text() == "before"
 
 
-def test_the_picture_of_the_documentation_is_that_of_the_command(tmp_path):
+def test_picture_in_the_docs_equals_the_output_of_plan(tmp_path):
     argv = "--model", "llama-3.1-70b", "--gpus", "2x80,1x40", "--max-seq-len", "32k", "--batch", "3"
     _drawn(tmp_path, *argv)
     assert (tmp_path / "plan.svg").read_bytes() == _IN_DOCS.read_bytes()

@@ -58,13 +58,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "answers.jsonl"
 
 
-def test_a_finished_run_leaves_nothing_but_its_lines(path):
+def test_finished_run_leaves_only_the_output_file(path):
     write(path, [(2, 0), (0, 0), (1, 0)], requests())
     assert keys_in(path) == [(2, 0), (0, 0), (1, 0)]
     assert os.listdir(path.parent) == [path.name]  # noqa: PTH208
 
 
-def test_what_is_there_is_not_run_again(path):
+def test_completed_requests_are_not_run_again(path):
     asked = requests(4, n=2)
     write(path, [(3, 1), (0, 1), (0, 0), (2, 0)], asked)
     file = ResultFile(path, asked, RUN, resume=True)
@@ -72,8 +72,8 @@ def test_what_is_there_is_not_run_again(path):
     assert (len(file.done), file.n_total, file.is_complete) == (4, 8, False)
 
 
-def test_choices_that_are_there_are_not_written_twice(path):
-    """A request runs with all its choices, even if only one of them is missing."""
+def test_existing_choices_are_not_written_twice(path):
+    """A request runs with all its choices, even if only one choice is missing."""
     asked = requests(1, n=2)
     write(path, [(0, 1)], asked)
     file = write(path, [(0, 0), (0, 1)], asked, resume=True)
@@ -85,8 +85,8 @@ def test_choices_that_are_there_are_not_written_twice(path):
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(order=st.permutations(range(6)), data=st.data())
-def test_a_file_that_was_cut_anywhere_ends_up_whole(path, order, data):
-    """A kill leaves any number of bytes of the last line; none of them may stay in the file."""
+def test_truncated_output_is_complete_after_resume(path, order, data):
+    """A kill leaves any number of bytes of the last line, which must not stay in the file."""
     asked = requests(6)
     path.unlink(missing_ok=True)
     write(path, [(index, 0) for index in order[:5]], asked)
@@ -100,7 +100,7 @@ def test_a_file_that_was_cut_anywhere_ends_up_whole(path, order, data):
     assert not path.with_name("answers.jsonl.run").exists()
 
 
-def test_an_interrupted_completion_is_left_to_be_done_whole(path):
+def test_interrupted_completion_is_not_written(path):
     file = ResultFile(path, requests(), RUN, resume=False)
     file.open()
     file.write(completion(0))
@@ -109,7 +109,7 @@ def test_an_interrupted_completion_is_left_to_be_done_whole(path):
     assert keys_in(path) == [(0, 0)]
 
 
-def test_every_line_is_in_the_file_once_it_is_written(path):
+def test_each_line_is_flushed_when_it_is_written(path):
     file = ResultFile(path, requests(), RUN, resume=False)
     file.open()
     for n_lines in (1, 2):
@@ -119,14 +119,14 @@ def test_every_line_is_in_the_file_once_it_is_written(path):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_run_that_has_written_nothing_yet_can_be_begun_anew(path, resume):
+def test_run_that_wrote_no_line_can_be_started_again(path, resume):
     write(path, [], requests())
     assert path.with_name("answers.jsonl.run").exists()
     write(path, [(0, 0), (1, 0), (2, 0)], requests(), resume)
     assert len(keys_in(path)) == 3
 
 
-def test_to_resume_what_was_never_begun_is_to_begin(path):
+def test_resume_without_previous_output_starts_a_new_run(path):
     write(path, [(0, 0), (1, 0), (2, 0)], requests(), resume=True)
     assert len(keys_in(path)) == 3
 
@@ -139,7 +139,7 @@ def test_to_resume_what_was_never_begun_is_to_begin(path):
         ({"set of prompts": "q"}, "a different set of prompts;"),
     ],
 )
-def test_lines_of_another_run_are_not_gone_on_with(path, change, says):
+def test_output_of_another_run_is_not_resumed(path, change, says):
     write(path, [(0, 0)], requests())
     message = refusal(path, requests(), {**RUN, **change})
     assert says in message and "remove answers.jsonl to start again" in message
@@ -161,14 +161,14 @@ def test_lines_of_another_run_are_not_gone_on_with(path, change, says):
         b"\n",
     ],
 )
-def test_a_line_that_does_not_belong_is_named(path, line):
+def test_invalid_or_foreign_line_is_refused_by_number(path, line):
     write(path, [(0, 0)], requests())
     with path.open("ab") as file:
         file.write(line)
     assert "line 2" in refusal(path, requests())
 
 
-def test_a_file_that_nothing_speaks_for_is_resumed_only_if_it_is_whole(path):
+def test_output_without_sidecar_is_resumed_only_if_complete(path):
     write(path, [(0, 0), (1, 0), (2, 0)], requests())
     assert ResultFile(path, requests(), RUN, resume=True).is_complete
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
@@ -183,7 +183,7 @@ def test_a_damaged_sidecar_is_refused(path, text):
     assert "answers.jsonl.run" in refusal(path, requests())
 
 
-def test_two_runs_do_not_write_one_file(path):
+def test_two_runs_cannot_write_the_same_file(path):
     first = ResultFile(path, requests(), RUN, resume=False)
     second = ResultFile(path, requests(), RUN, resume=False)
     first.open()
@@ -196,7 +196,7 @@ def test_two_runs_do_not_write_one_file(path):
     assert keys_in(path) == [(0, 0)]
 
 
-def test_what_is_no_regular_file_is_written_and_left_alone():
+def test_device_file_has_no_sidecar_and_cannot_be_resumed():
     file = ResultFile(Path("/dev/null"), requests(), RUN, resume=False)
     file.open()
     file.write(completion(0, finish_reason="interrupted"))
@@ -228,7 +228,7 @@ def model_in(folder: Path) -> ModelFiles:
     return ModelFiles("hf", folder, folder / "config.json", weights)
 
 
-def test_a_run_is_what_decides_its_completions(tmp_path):
+def test_run_identity_depends_on_prompts_sampling_seed_and_dtype(tmp_path):
     model = model_in(tmp_path)
     asked = requests()
     run = run_identity(asked, model, seed=5, dtype=None)
@@ -247,7 +247,7 @@ def test_a_run_is_what_decides_its_completions(tmp_path):
     assert run_identity(asked, model, seed=6, dtype=None)["seed"] != run["seed"]
 
 
-def test_weights_that_were_changed_are_another_model(tmp_path):
+def test_changed_mtime_of_weights_changes_the_run_identity(tmp_path):
     model = model_in(tmp_path)
     run = run_identity(requests(), model, seed=5)
     os.utime(model.weights[0], ns=(1, 1))

@@ -112,14 +112,14 @@ def test_rope_ratio_multiplies_the_base_except_in_chatglm2(chatglm):
         load_model_args(find_model(str(chatglm)))
 
 
-def test_chatglm_computes_what_glm_does_at_every_tp_size(glm, chatglm):
+def test_logits_match_glm_at_every_tp_size(glm, chatglm):
     expected = reference_logits(glm, TOKENS)
     for tp_size in range(1, TINY.n_heads + 1):
         for (logits,) in run_on_threads(tp_size, logits_of_models, [(chatglm, TOKENS)]):
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_chatglm_goes_through_every_layout_and_back(chatglm, tmp_path):
+def test_reshard_through_every_layout_restores_weights(chatglm, tmp_path):
     folder = chatglm
     for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 2)):
         reshard(find_model(str(folder)), tmp_path / layout, layout=layout, n_parts=n_parts)
@@ -135,7 +135,7 @@ def test_chatglm_goes_through_every_layout_and_back(chatglm, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["rmsnorm", "multi_query_attention", "original_rope"])
-def test_what_no_published_chatglm_does_is_refused(chatglm, key):
+def test_unsupported_chatglm_options_are_refused(chatglm, key):
     (chatglm / "config.json").write_text(json.dumps({**CONFIG, key: False}))
     with pytest.raises(UsageError, match=f"{key}=False is not supported"):
         load_model_args(find_model(str(chatglm)))

@@ -86,7 +86,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
+def test_logits_match_transformers_at_each_tp_size(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
@@ -98,8 +98,8 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, folders, tmp_path):
-    """Norms with weights for each head are matrices in HF folders, and vectors in the others."""
+def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
+    """Per-head norm weights are matrices in HF folders, and vectors in the other layouts."""
     folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token_id": 0}))
@@ -132,7 +132,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
 
 
 def test_keys_of_released_models_that_transformers_ignores_are_accepted():
-    """max_position_embeddings is 8192 in models that were trained with model_max_length."""
+    """max_position_embeddings is 8192 in models with a trained context of model_max_length."""
     first = {"max_position_embeddings": 8192, "model_max_length": 131072}
     assert args_from_hf({**_SIZES, **first, "model_type": "cohere"}).max_seq_len == 131072
     second = {
@@ -161,12 +161,12 @@ def test_keys_of_released_models_that_transformers_ignores_are_accepted():
         ({"logit_scale": 0.0}, "logit_scale=0.0: use a finite number above 0"),
     ],
 )
-def test_a_configuration_without_a_meaning_is_refused(values, expected):
+def test_invalid_or_unsupported_config_is_refused(values, expected):
     with pytest.raises(UsageError, match=expected):
         args_from_hf({**_SIZES, **values, "model_type": "cohere2"})
 
 
-def test_the_start_says_that_decode_steps_are_not_recorded_on_a_cpu():
+def test_layer_norm_leaves_steps_unrecorded_on_cpu_only():
     args = args_from_hf({**_SIZES, "model_type": "cohere", "use_qk_norm": True})
     assert "LayerNorm has no kernel" in (why_unrecorded(args, 1, "cpu") or "")
     assert why_unrecorded(args, 1, "cuda") is None

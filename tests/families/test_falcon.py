@@ -39,7 +39,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_computes_what_transformers_does(form, tmp_path):
+def test_every_form_matches_transformers_at_every_tp_size(form, tmp_path):
     tiny = FORMS[form]
     folder, tokens = write_hf(tiny, tmp_path / "falcon", seed=3), tiny.tokens
     expected = reference_logits(folder, tokens)
@@ -49,7 +49,7 @@ def test_every_form_computes_what_transformers_does(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_comes_back_from_every_layout(form, tmp_path):
+def test_reshard_through_every_layout_preserves_every_form(form, tmp_path):
     tiny = FORMS[form]
     folder = source = write_hf(tiny, tmp_path / "falcon", seed=3)
     manifests = []
@@ -70,8 +70,8 @@ def test_every_form_comes_back_from_every_layout(form, tmp_path):
     assert load_model_args(find_model(str(folder))) == args
 
 
-def test_the_published_configurations_are_understood(tmp_path):
-    """As they stand on the hub, with keys of the first code and without those of the second."""
+def test_published_configs_give_expected_shapes(tmp_path):
+    """config.json as on the hub, where the models have different sets of keys."""
     common: dict[str, Any] = {
         "alibi": False,
         "apply_residual_connection_post_layernorm": False,
@@ -121,7 +121,7 @@ def test_the_published_configurations_are_understood(tmp_path):
         ({"num_kv_head": 2}, "did you mean 'num_kv_heads'"),
     ],
 )
-def test_what_is_not_computed_is_refused(values, expected, tmp_path):
+def test_invalid_or_unsupported_config_is_refused(values, expected, tmp_path):
     folder = write_hf(FORMS["a KV head a head"], tmp_path / "falcon")
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -129,7 +129,7 @@ def test_what_is_not_computed_is_refused(values, expected, tmp_path):
         load_model_args(find_model(str(folder)))
 
 
-def test_a_base_models_names_are_known_and_another_forms_weights_are_not(tmp_path):
+def test_base_model_names_load_but_mismatched_qkv_shape_is_refused(tmp_path):
     folder = write_hf(SEVEN, tmp_path / "falcon")
     expected = reference_logits(folder, SEVEN.tokens)
     weights = load_file(folder / "model.safetensors")

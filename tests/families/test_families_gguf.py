@@ -187,7 +187,7 @@ MODELS: dict[str, TinyModel] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_gguf_file_computes_what_the_folder_does_that_it_came_from(name, tmp_path):
+def test_gguf_logits_match_source_folder_at_every_tp_size(name, tmp_path):
     tiny = MODELS[name]
     folder = rounded(write_hf(tiny, tmp_path / "hf", seed=2))
     path, tokens = convert(folder, tmp_path / "tiny.gguf"), tiny.tokens
@@ -198,13 +198,13 @@ def test_a_gguf_file_computes_what_the_folder_does_that_it_came_from(name, tmp_p
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_gguf_file_says_what_config_json_says(name, tmp_path):
+def test_gguf_header_gives_same_model_args_as_config_json(name, tmp_path):
     folder = write_hf(MODELS[name], tmp_path / "hf")
     path = convert(folder, tmp_path / "tiny.gguf")
     told, stated = (load_model_args(find_model(str(at))) for at in (path, folder))
     for field in dataclass_fields(stated):
         if field.name == "dtype" or (name == "mistral" and field.name == "family"):
-            continue  # float32 in the file, and llama.cpp does not tell a Mistral from a Llama
+            continue  # the file has float32, and llama.cpp stores a Mistral as a Llama
         expected = getattr(stated, field.name)
         if isinstance(expected, float):
             expected = pytest.approx(expected, rel=1e-6)
@@ -212,7 +212,7 @@ def test_a_gguf_file_says_what_config_json_says(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2", "gemma", "falcon 40B"])
-def test_a_gguf_file_becomes_the_folder_that_it_came_from(name, tmp_path):
+def test_reshard_from_gguf_restores_weights_of_source_folder(name, tmp_path):
     folder = rounded(write_hf(MODELS[name], tmp_path / "hf", seed=2))
     path = convert(folder, tmp_path / "tiny.gguf")
     reshard(find_model(str(path)), tmp_path / "meta", layout="meta", n_parts=3)
@@ -224,7 +224,7 @@ def test_a_gguf_file_becomes_the_folder_that_it_came_from(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen3moe", "gemma2", "falcon 7B"])
-def test_verify_finds_a_gguf_file_equal_to_the_folder_that_it_came_from(name, tmp_path):
+def test_verify_finds_gguf_file_equal_to_its_source_folder(name, tmp_path):
     folder = rounded(write_hf(MODELS[name], tmp_path / "hf", seed=2))
     path = convert(folder, tmp_path / "tiny.gguf")
     reshard(
@@ -260,8 +260,8 @@ def test_all_rows_and_columns_of_quantised_experts_are_read(tmp_path):
             assert torch.equal(checkpoint.read(param, rows), expected), (param.name, rows)
 
 
-def test_the_1_is_taken_off_quantised_norms_too(tmp_path):
-    """No converter writes them so; reading them would give wrong results silently."""
+def test_offset_of_1_is_subtracted_from_quantised_norms(tmp_path):
+    """No converter quantises norms, but ignoring the offset would silently be wrong."""
     tiny = TinyModel(4, 2, 8, 64, tied=True, n_layers=1, family="gemma")
     path = convert(write_hf(tiny, tmp_path / "hf"), tmp_path / "m.gguf", quantised="attn_norm")
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -287,8 +287,8 @@ def test_qwen3moe_reads_a_width_of_shared_experts_only_if_it_is_0():
         features(expert_shared_feed_forward_length=64)
 
 
-def test_windows_and_scales_are_those_that_llama_cpp_has_in_its_code():
-    """Not in the header: which layers have the window, its base, and the scale of the 27B."""
+def test_gemma_windows_and_scales_match_llama_cpp_constants():
+    """The header lacks the layers with a window, their RoPE base and the scale of the 27B."""
 
     def features(family: Family, n_layers: int, **own: Any) -> dict[str, Any]:
         arch = family.gguf.architecture
@@ -313,7 +313,7 @@ def test_windows_and_scales_are_those_that_llama_cpp_has_in_its_code():
     assert base["local_rope_theta"] == 500
 
 
-def test_experts_in_a_tensor_of_another_shape_are_refused(tmp_path):
+def test_expert_tensor_of_wrong_shape_is_refused(tmp_path):
     tiny = MODELS["mixtral"]
     folder = write_hf(tiny, tmp_path / "hf")
     path = convert(folder, tmp_path / "tiny.gguf")
@@ -330,15 +330,15 @@ def test_experts_in_a_tensor_of_another_shape_are_refused(tmp_path):
         open_checkpoint(files, args).check(args)
 
 
-def test_one_set_of_longrope_factors_is_refused(tmp_path):
-    """The model would run without rope scaling."""
+def test_longrope_factors_without_the_long_set_are_refused(tmp_path):
+    """Otherwise the model would run without RoPE scaling."""
     path = convert(write_hf(MODELS["phi3"], tmp_path / "hf"), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes().replace(b"rope_factors_long", b"rope_factors_lost"))
     with pytest.raises(UsageError, match="only both rope_factors_short"):
         load_model_args(find_model(str(path)))
 
 
-def test_experts_of_a_family_without_them_are_refused(tmp_path):
+def test_experts_in_dense_family_are_refused(tmp_path):
     path = convert(
         write_hf(MODELS["qwen2"], tmp_path / "hf"), tmp_path / "tiny.gguf", expert_count=4
     )

@@ -99,7 +99,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
+def test_logits_match_transformers_at_each_tp_size(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
@@ -112,7 +112,7 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, folders, tmp_path):
+def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
     folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
@@ -129,8 +129,8 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, fo
     ],
     ids=["expert", "mixed", "uneven", "sequence", "exact sequence"],
 )
-def test_every_way_of_splitting_a_model_gives_the_same_logits(folders, cut):
-    """The bias of w2 counts once, and a sink once, however many ranks share an expert or a head."""
+def test_logits_match_transformers_for_every_split(folders, cut):
+    """The bias of w2 and each sink count once, even if several ranks share an expert or a head."""
     name = "7/1"
     folder, tokens = folders[name], MODELS[name].tokens
     expected = reference_logits(folder, tokens)
@@ -138,10 +138,8 @@ def test_every_way_of_splitting_a_model_gives_the_same_logits(folders, cut):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_a_run_that_stops_between_two_weights_stored_in_turn_is_continued(
-    folders, tmp_path, monkeypatch
-):
-    """The journal may have w1 of an expert, whose bytes are written together with those of w3."""
+def test_reshard_resumes_between_two_interleaved_weights(folders, tmp_path, monkeypatch):
+    """The journal may record w1 of an expert, whose bytes are written together with w3's."""
     source, expected = folders["7/1"], moved(folders["7/1"], tmp_path / "expected", "hf")
     monkeypatch.setattr(tensor_writer, "FLUSH_BYTES", 0)  # each tensor is recorded at once
     real = DirectFile.write
@@ -162,7 +160,7 @@ def test_a_run_that_stops_between_two_weights_stored_in_turn_is_continued(
         assert not verify(str(target)).problems
 
 
-def test_a_flipped_bit_of_a_stacked_tensor_is_named_with_its_expert(folders, tmp_path):
+def test_verify_names_expert_of_flipped_bit_in_stacked_tensor(folders, tmp_path):
     folder = moved(folders["7/1"], tmp_path / "model", "hf")
     path = folder / "model.safetensors"
     header = read_safetensors_header(path)
@@ -191,12 +189,12 @@ def test_a_flipped_bit_of_a_stacked_tensor_is_named_with_its_expert(folders, tmp
         ({"attention_sinks": 3}, "attention_sinks and sink_logits cannot be combined"),
     ],
 )
-def test_arguments_without_a_meaning_are_refused(changed, expected):
+def test_invalid_model_args_are_refused(changed, expected):
     with pytest.raises(UsageError, match=expected):
         replace(OF_FAMILIES["gpt_oss"], **changed)
 
 
-def test_sinks_at_the_start_of_a_sequence_are_refused_where_each_head_has_a_sink():
+def test_attention_sinks_are_refused_if_model_has_sink_logits():
     args = replace(OF_FAMILIES["gpt_oss"], full_layers=())
     with pytest.raises(UsageError, match="attention_sinks=4: the model has sinks of its own"):
         with_sinks(args, 4, 64)
@@ -212,15 +210,15 @@ def test_sinks_at_the_start_of_a_sequence_are_refused_where_each_head_has_a_sink
         ({"num_experts_per_tok": 9}, "n_active_experts=9 and n_experts=5"),
     ],
 )
-def test_a_configuration_without_a_meaning_is_refused(folders, tmp_path, values, expected):
+def test_invalid_or_unsupported_config_is_refused(folders, tmp_path, values, expected):
     path = shutil.copytree(folders["7/1"], tmp_path / "copy") / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     with pytest.raises(UsageError, match=expected):
         load_model_args(find_model(str(path.parent)))
 
 
-def test_a_configuration_as_openai_writes_it_is_read_as_transformers_does(folders, tmp_path):
-    """Without rope settings and layer_types, and with OpenAI's own names beside transformers'."""
+def test_openai_config_is_read_as_transformers_reads_it(folders, tmp_path):
+    """The config has no RoPE settings or layer_types, and has OpenAI's own key names too."""
     path = shutil.copytree(folders["7/1"], tmp_path / "copy") / "config.json"
     config = json.loads(path.read_text())
     left_out = "layer_types", "rope_parameters", "swiglu_alpha", "swiglu_limit", "head_dim"
@@ -238,7 +236,7 @@ def test_a_configuration_as_openai_writes_it_is_read_as_transformers_does(folder
     assert (args.swiglu_alpha, args.swiglu_limit) == (theirs.swiglu_alpha, theirs.swiglu_limit)
 
 
-# Blocks of 32 inputs that channels are cut inside.
+# Ranks split these channels inside blocks of 32 inputs.
 PACKED = TinyModel(
     7, 1, 8, 64, ffn_dim=96, vocab_size=53, n_layers=2, family="gpt_oss", own=_OWN, rope=_YARN
 )
@@ -262,8 +260,8 @@ def loaded(folder: Path, tp_size: int, **cut: Any) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_mxfp4_has_the_bits_that_transformers_dequantises(packed, exact):
-    """On every rank, whose channels are cut inside blocks; bfloat16 holds the values."""
+def test_mxfp4_weights_equal_transformers_dequantised_weights(packed, exact):
+    """Ranks split channels inside blocks, and bfloat16 holds the decoded values."""
     for tp_size in (1, 2, 3, 5, 7):
         ours, theirs = (loaded(folder, tp_size, exact=exact) for folder in packed)
         for rank, expected in zip(ours, theirs, strict=True):
@@ -271,7 +269,7 @@ def test_mxfp4_has_the_bits_that_transformers_dequantises(packed, exact):
             assert all(map(torch.equal, rank, expected))
 
 
-def test_a_model_in_mxfp4_computes_what_transformers_does_with_decoded_weights(packed):
+def test_mxfp4_logits_match_transformers_with_decoded_weights(packed):
     folder, tokens = packed[0], PACKED.tokens
     assert_parity(folder, tokens, reference_logits(packed[1], tokens), (1, 3))
     files = find_model(str(folder))
@@ -279,7 +277,7 @@ def test_a_model_in_mxfp4_computes_what_transformers_does_with_decoded_weights(p
     assert "mxfp4 are decoded to bfloat16" in (why_decoded(files, args, "bfloat16") or "")
 
 
-def test_a_model_in_mxfp4_comes_back_as_plain_values(packed, tmp_path):
+def test_reshard_writes_mxfp4_weights_as_plain_values(packed, tmp_path):
     """The values are written in the stored order, so transformers reads the folder."""
     tensors = load_file(through_every_layout(packed[1], tmp_path) / "model.safetensors")
     folder = moved(packed[0], tmp_path / "plain", "hf")
@@ -288,7 +286,7 @@ def test_a_model_in_mxfp4_comes_back_as_plain_values(packed, tmp_path):
     assert all(torch.equal(written[name].double(), each) for name, each in tensors.items())
 
 
-def test_the_dtype_of_a_configuration_that_states_none_is_bfloat16(packed, tmp_path):
+def test_mxfp4_config_without_dtype_defaults_to_bfloat16(packed, tmp_path):
     """OpenAI's config.json has no torch_dtype; float32 would take twice the memory."""
     path = shutil.copytree(packed[0], tmp_path / "copy") / "config.json"
     config = json.loads(path.read_text())
@@ -322,7 +320,7 @@ def mutated(tensors: Mapping[str, Tensor], draw: random.Random) -> tuple[str, di
     return name, {**others, name: value.contiguous()}
 
 
-def test_two_hundred_kinds_of_damage_are_refused_with_the_name_of_the_tensor(tmp_path):
+def test_random_mxfp4_damage_is_refused_with_tensor_name(tmp_path):
     tiny = replace(PACKED, dim=32, ffn_dim=32, n_layers=1)
     folder, _ = write_mxfp4(tmp_path, tiny)
     tensors, draw = load_file(folder / "model.safetensors"), random.Random(1)
@@ -334,7 +332,7 @@ def test_two_hundred_kinds_of_damage_are_refused_with_the_name_of_the_tensor(tmp
         assert name in str(caught.value) and len(str(caught.value)) < 2000
 
 
-def test_experts_in_mxfp4_without_a_quantisation_in_the_configuration_are_refused(packed, tmp_path):
+def test_mxfp4_experts_without_quantization_config_are_refused(packed, tmp_path):
     path = shutil.copytree(packed[0], tmp_path / "copy") / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
@@ -342,7 +340,7 @@ def test_experts_in_mxfp4_without_a_quantisation_in_the_configuration_are_refuse
         loaded(path.parent, 1)
 
 
-def test_mxfp4_of_inputs_that_fill_no_blocks_is_refused(packed, tmp_path):
+def test_mxfp4_inputs_not_multiple_of_32_are_refused(packed, tmp_path):
     path = shutil.copytree(packed[0], tmp_path / "copy") / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "intermediate_size": 95}))
@@ -350,8 +348,8 @@ def test_mxfp4_of_inputs_that_fill_no_blocks_is_refused(packed, tmp_path):
         loaded(path.parent, 1)
 
 
-def test_a_gguf_file_in_mxfp4_computes_what_transformers_does_with_decoded_weights(tmp_path):
-    """llama.cpp stores the rows of gate and up apart, and its blocks order inputs otherwise."""
+def test_mxfp4_gguf_logits_match_transformers_with_decoded_weights(tmp_path):
+    """llama.cpp stores gate and up rows apart, and orders inputs in a block differently."""
     folder = rounded(write_hf(PACKED, tmp_path / "hf", seed=4))
     kind = gguf.GGMLQuantizationType.MXFP4
     file = convert(folder, tmp_path / "tiny.gguf", "_exps.weight", kind)

@@ -73,7 +73,7 @@ def by_kv_head(tiny: TinyModel, parts: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_internlm2_computes_what_llama_does_and_comes_back_from_every_layout(name, tmp_path):
+def test_internlm2_matches_llama_and_survives_every_layout(name, tmp_path):
     tiny = MODELS[name]
     llama = write_hf(tiny, tmp_path / "llama", seed=3)
     folder = write_internlm2(tiny, llama, tmp_path / "internlm2")
@@ -84,8 +84,8 @@ def test_internlm2_computes_what_llama_does_and_comes_back_from_every_layout(nam
     through_every_layout(folder, tmp_path)
 
 
-def test_a_gguf_file_of_internlm2_computes_what_llama_does(tmp_path, monkeypatch):
-    """llama.cpp's converter writes both alike, except for the name of the architecture."""
+def test_internlm2_gguf_logits_match_llama(tmp_path, monkeypatch):
+    """llama.cpp's converter writes both families alike, except for the architecture name."""
     monkeypatch.setitem(converted_gguf.ARCHITECTURES, "llama", "internlm2")
     llama = rounded(write_hf(MODELS["biases"], tmp_path / "llama", seed=2))
     path, expected = convert(llama, tmp_path / "tiny.gguf"), reference_logits(llama, TOKENS)

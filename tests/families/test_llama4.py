@@ -121,7 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
+def test_logits_match_transformers_at_each_tp_size(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
@@ -133,8 +133,8 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
 
 
 @pytest.mark.parametrize("cut", [{"kv_split": "sequence"}, {"ranks_per_expert": 1}])
-def test_other_plans_change_nothing(cut, folders):
-    """Ranks hold parts of a chunk of attention, or whole experts."""
+def test_logits_match_transformers_for_other_splits(cut, folders):
+    """Ranks hold parts of an attention chunk, or whole experts."""
     name = "llama4"
     folder, tokens = folders[name], MODELS[name].tokens
     expected = reference_logits(folder, tokens)
@@ -142,8 +142,8 @@ def test_other_plans_change_nothing(cut, folders):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_sequences_in_one_batch_do_not_see_each_other_s_chunks(folders):
-    """Blocks of 4 slots, so chunks of 7 positions begin inside blocks."""
+def test_batched_sequences_do_not_attend_to_each_others_chunks(folders):
+    """KV cache blocks have 4 slots, so chunks of 7 positions begin inside blocks."""
     tokens = MODELS["llama4"].tokens
     prompts = [tokens, tokens[3:20], tokens[5:11]]
     expected = [reference_logits(folders["llama4"], prompt) for prompt in prompts]
@@ -154,7 +154,7 @@ def test_sequences_in_one_batch_do_not_see_each_other_s_chunks(folders):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, folders, tmp_path):
+def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     if "without" in name and version < (5, 21):
         pytest.skip("older versions of transformers read no Llama 4 without chunks")
@@ -163,8 +163,8 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, fo
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
 
-def test_the_text_part_of_a_model_of_text_and_images_is_loaded(folders, tmp_path):
-    """Only such models are published. Their config.json has the text part under text_config."""
+def test_text_part_of_multimodal_model_is_loaded(folders, tmp_path):
+    """Only multimodal models are published; config.json has the text part in text_config."""
     source, tokens = folders["llama4"], MODELS["llama4"].tokens
     vision = {
         "hidden_size": 8,
@@ -213,7 +213,7 @@ def test_quantised_matrices_of_a_text_part_are_found(folders, tmp_path):
     assert input_formats(files, load_model_args(files)) == expected
 
 
-def test_a_text_part_with_an_index_of_all_files_is_loaded(folders, tmp_path):
+def test_text_part_is_loaded_if_index_lists_vision_weights(folders, tmp_path):
     tokens, folder = MODELS["llama4"].tokens, shutil.copytree(folders["llama4"], tmp_path / "copy")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -241,7 +241,7 @@ _SIZES = {
 
 
 def test_missing_keys_have_the_defaults_of_transformers():
-    """Published files have an empty list for no_rope_layers, and a number for a switch."""
+    """Published files have an empty no_rope_layers, and a number for attn_temperature_tuning."""
     released = {"no_rope_layers": [], "attn_temperature_tuning": 4}
     args = args_from_hf({**_SIZES, **released, "model_type": "llama4_text"})
     config = AutoConfig.for_model("llama4_text", **_SIZES)
@@ -275,7 +275,7 @@ def test_missing_keys_have_the_defaults_of_transformers():
         ({"model_type": "llama4"}, "model_type='llama4' needs text_config"),
     ],
 )
-def test_a_configuration_without_a_meaning_is_refused(values, expected):
+def test_invalid_or_unsupported_config_is_refused(values, expected):
     with pytest.raises(UsageError, match=expected):
         args_from_hf({**_SIZES, "model_type": "llama4_text", **values})
 
@@ -288,7 +288,7 @@ def test_a_configuration_without_a_meaning_is_refused(values, expected):
         ({"query_scale": 0.0}, "cuda", "attention within chunks"),
     ],
 )
-def test_the_start_says_that_decode_steps_are_not_recorded(changed, device, reason):
+def test_why_unrecorded_names_the_unsupported_feature(changed, device, reason):
     """tests/model/test_recorded_steps.py shows which steps are recorded on a CPU."""
     args = replace(OF_FAMILIES["llama4"], **changed)
     assert reason in (why_unrecorded(args, 1, device) or "")

@@ -39,7 +39,7 @@ def edited(folder: Path, target: Path, **values: Any) -> Path:
     return target
 
 
-def test_the_configuration_says_how_many_experts_there_are(folder, tmp_path):
+def test_number_of_experts_is_read_from_config_or_defaulted(folder, tmp_path):
     args = args_of(folder)
     assert (args.family, args.n_experts, args.n_active_experts) == ("mixtral", 5, 2)
     assert args.normed_experts and args.ffn_dim == TINY.ffn_dim
@@ -49,19 +49,19 @@ def test_the_configuration_says_how_many_experts_there_are(folder, tmp_path):
     assert (usual.n_experts, usual.n_active_experts) == (8, 2)
 
 
-def test_what_only_training_uses_is_ignored(folder, tmp_path, caplog):
+def test_training_only_keys_are_ignored_without_warning(folder, tmp_path, caplog):
     keys = {"router_jitter_noise": 0.1, "output_router_logits": True, "router_aux_loss_coef": 0.02}
     assert args_of(edited(folder, tmp_path / "trained", **keys)) == args_of(folder)
     assert not caplog.records
 
 
-def test_a_dense_model_that_names_experts_is_refused(folder, tmp_path):
+def test_dense_model_with_expert_keys_is_refused(folder, tmp_path):
     dense = edited(folder, tmp_path / "x", architectures=["LlamaForCausalLM"], model_type="llama")
     with pytest.raises(UsageError, match="num_local_experts=5"):
         args_of(dense)
 
 
-def test_metas_own_program_has_no_experts_and_the_writer_says_so(folder, tmp_path, caplog):
+def test_reshard_to_meta_layout_warns_about_mixture_of_experts(folder, tmp_path, caplog):
     reshard(find_model(str(folder)), tmp_path / "meta", layout="meta", n_parts=2)
     assert "a mixture of experts" in caplog.text
     config = json.loads((tmp_path / "meta" / "config.json").read_text())
@@ -92,7 +92,7 @@ def test_the_plan_counts_every_byte_that_a_rank_loads(folder, ranks_per_expert):
             assert numbers == set(shard.experts)
 
 
-def test_a_file_without_one_expert_is_refused_by_its_name(folder, tmp_path):
+def test_missing_expert_weight_is_refused_by_name(folder, tmp_path):
     args = args_of(edited(folder, tmp_path / "more", num_local_experts=6))
     checkpoint = open_checkpoint(find_model(str(folder)), args)
     with pytest.raises(CheckpointError, match=r"block_sparse_moe\.experts\.5\.w1\.weight"):

@@ -14,7 +14,7 @@ PARAMS = [param.name for param in parameters(TINY)]
 
 
 @pytest.mark.parametrize("layout", ["hf", "gguf"])
-def test_every_weight_has_its_own_name_in_each_layout_and_back(layout):
+def test_every_weight_name_maps_to_each_layout_and_back(layout):
     there = [renamed(name, "meta", layout) for name in PARAMS]
     assert there == [(hf_name if layout == "hf" else gguf_name)(name) for name in PARAMS]
     assert [renamed(name, layout, "meta") for name in there] == PARAMS
@@ -32,7 +32,7 @@ def test_a_name_that_two_rows_match_is_an_error():
 
 
 @pytest.mark.parametrize("layout", ["meta", "hf", "gguf"])
-def test_no_weight_is_skipped_but_the_head_where_embeddings_are_tied(layout):
+def test_only_the_head_is_skipped_and_only_with_tied_embeddings(layout):
     family = FAMILIES[TINY.family]
     tied = replace(TINY, tied_embeddings=True)
     for name in PARAMS:
@@ -41,7 +41,7 @@ def test_no_weight_is_skipped_but_the_head_where_embeddings_are_tied(layout):
         assert family.skips(there, layout, tied) == (name == "output.weight")
 
 
-def test_the_head_is_skipped_under_the_name_that_its_family_has_for_it():
+def test_tied_head_is_skipped_under_its_family_specific_name():
     names = tuple(
         replace(row, hf="head.weight") if row.meta == "output.weight" else row
         for row in LLAMA_NAMES
@@ -61,8 +61,8 @@ def test_the_two_rotary_orders_are_inverses(shape):
     assert torch.equal(reordered(interleaved, 6, "half"), rows)
 
 
-def test_reordered_weights_rotate_halves_as_the_stored_ones_rotate_neighbours():
-    """Scores of q and k must not change: rotation of complex pairs here, of halves there."""
+def test_reordering_weights_for_half_rotation_preserves_scores():
+    """Stored weights rotate adjacent pairs, reordered weights rotate halves of each head."""
     n_heads, head_dim, dim = 3, 8, 16
     wq, wk = torch.randn(2, n_heads * head_dim, dim, dtype=torch.float64)
     x = torch.randn(5, dim, dtype=torch.float64)

@@ -97,7 +97,7 @@ def palm(weights: Mapping[str, Tensor], tokens: list[int]) -> Tensor:
     return logits / DIM**0.5
 
 
-def test_palm_computes_what_its_paper_says_at_every_tp_size(weights, tmp_path):
+def test_logits_match_reference_from_paper_at_every_tp_size(weights, tmp_path):
     expected = palm(weights, TOKENS)
     for tp_size in range(1, N_HEADS + 1):
         work = [(tmp_path / "palm", TOKENS)]
@@ -112,6 +112,6 @@ def all_reduces_of_a_forward(comm: ThreadComm, folder: Path) -> int:
 
 
 @pytest.mark.usefixtures("weights")
-def test_a_parallel_block_is_one_all_reduce(tmp_path):
+def test_parallel_block_costs_one_all_reduce(tmp_path):
     counts = run_on_threads(3, all_reduces_of_a_forward, tmp_path / "palm")
     assert counts == [N_LAYERS + 1] * 3

@@ -25,39 +25,39 @@ def folder(tmp_path):
 
 
 def args_with(folder: Path, **values: Any) -> ModelArgs:
-    """What the configuration says with other values; None leaves a key out."""
+    """The arguments from config.json with these values; None removes a key."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
     return load_model_args(find_model(str(folder)))
 
 
-def test_a_window_counts_only_where_it_is_switched_on(dense):
+def test_sliding_window_applies_only_if_enabled(dense):
     window = {"sliding_window": 16, "layer_types": None}
     assert args_with(dense, **window).sliding_window is None
     args = args_with(dense, use_sliding_window=True, max_window_layers=1)
     assert (args.sliding_window, args.full_layers) == (16, (0,))
 
 
-def test_a_class_and_a_type_of_two_families_are_refused(dense):
+def test_mismatched_architecture_and_model_type_are_refused(dense):
     with pytest.raises(UsageError, match=r"Qwen2ForCausalLM.*model_type='llama'"):
         args_with(dense, model_type="llama")
 
 
-def test_experts_have_a_width_and_a_number_of_their_own(folder):
+def test_moe_config_sets_expert_width_and_counts(folder):
     args = args_with(folder)
     assert (args.ffn_dim, args.n_experts, args.n_active_experts) == (18, 11, 3)
     assert args.normed_experts and args.qk_norm
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_the_number_of_experts_has_two_names(folder, key):
+def test_number_of_experts_is_read_under_either_key(folder, key):
     """Qwen's own files have the first, and transformers 5 writes the second."""
     stated = {"num_experts": None, "num_local_experts": None, key: 11}
     assert args_with(folder, **stated).n_experts == 11
 
 
-def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder):
+def test_routing_weights_are_not_normalised_by_default(folder):
     assert not args_with(folder, norm_topk_prob=None).normed_experts
 
 
@@ -69,7 +69,7 @@ def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder):
         ({"mlp_only_layers": [], "decoder_sparse_step": 1}, ()),
     ],
 )
-def test_layers_may_lack_experts(folder, values, expected):
+def test_config_keys_select_dense_layers(folder, values, expected):
     args = args_with(folder, **values)
     assert args.dense_layers == expected
     assert args.dense_ffn_dim == (TINY_MODELS["8/2 qwen3_moe"].ffn_dim if expected else 0)
@@ -85,6 +85,6 @@ def test_layers_may_lack_experts(folder, values, expected):
         ({"num_experts": 0}, "num_experts=0: use 1"),
     ],
 )
-def test_layers_and_experts_that_no_model_has_are_refused(folder, values, expected):
+def test_invalid_expert_layers_and_counts_are_refused(folder, values, expected):
     with pytest.raises(UsageError, match=expected):
         args_with(folder, **values)

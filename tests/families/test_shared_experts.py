@@ -147,7 +147,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
+def test_logits_match_transformers_at_each_tp_size(name, folders):
     folder, tokens = folders[name], MODELS[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
@@ -157,7 +157,7 @@ def test_a_model_computes_what_transformers_does_at_any_tp_size(name, folders):
     [{"ranks_per_expert": 1}, {"ranks_per_expert": 2}, {"shares": [10, 1, 6]}],
     ids=["expert", "mixed", "uneven"],
 )
-def test_a_shared_expert_is_split_over_all_ranks_wherever_the_others_are(folders, cut):
+def test_shared_expert_is_sharded_over_all_ranks_in_every_split(folders, cut):
     name = "qwen2_moe, dense layers, tied"
     folder, tokens = folders[name], MODELS[name].tokens
     expected = reference_logits(folder, tokens)
@@ -175,7 +175,7 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
     assert_equal_bits(folder, tokens, (3, 5))
 
 
-def test_layers_with_a_window_are_those_of_transformers_where_no_key_lists_them(folders, tmp_path):
+def test_window_layers_match_transformers_without_layer_types(folders, tmp_path):
     """transformers writes layer_types, and Qwen's own files lack this key."""
     path = shutil.copytree(folders["qwen2_moe, windows"], tmp_path / "copy") / "config.json"
     config = json.loads(path.read_text())
@@ -202,14 +202,14 @@ def test_a_shared_expert_costs_no_collective(folders):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, folders, tmp_path):
+def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
     folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
-    """They follow the last layer. The header of a GGUF file counts them; config.json does not."""
+def test_multi_token_prediction_layers_are_ignored(folders, tmp_path):
+    """These layers follow the last layer; a GGUF header counts them, config.json does not."""
     tokens = MODELS["glm4_moe"].tokens
     folder = rounded(shutil.copytree(folders["glm4_moe"], tmp_path / "copy"))
     expected = reference_logits(folder, tokens)
@@ -237,7 +237,7 @@ def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
         ({"partial_rotary_factor": 2.0, "rope_parameters": None}, "at most 1"),
     ],
 )
-def test_a_configuration_without_a_meaning_is_refused(folders, tmp_path, values, expected):
+def test_invalid_or_unsupported_config_is_refused(folders, tmp_path, values, expected):
     path = shutil.copytree(folders["glm4_moe"], tmp_path / "copy") / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     with pytest.raises(UsageError, match=expected):
@@ -268,6 +268,6 @@ def test_the_plan_counts_every_byte_that_a_rank_loads(folders, exact):
         ({"dense_layers": (2,)}, r"dense_layers=\[2\]: use numbers from 0 to 1"),
     ],
 )
-def test_arguments_without_a_meaning_are_refused(changed, expected):
+def test_invalid_model_args_are_refused(changed, expected):
     with pytest.raises(UsageError, match=expected):
         replace(OF_FAMILIES["qwen2_moe"], **changed)

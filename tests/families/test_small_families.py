@@ -237,14 +237,14 @@ _OF_FAMILIES = {tiny.family: name for name, tiny in MODELS.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_what_transformers_does_at_any_tp_size(name, tmp_path):
+def test_logits_match_transformers_at_each_tp_size(name, tmp_path):
     tiny = MODELS[name]
     folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), tiny.tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), _TP_SIZES[tiny.n_heads])
 
 
-def test_phi3_uses_the_short_factors_if_the_context_is_not_longer_than_the_trained_one(tmp_path):
-    """transformers uses the short factors for every sequence of at most that length."""
+def test_phi3_uses_short_factors_up_to_trained_context_length(tmp_path):
+    """transformers uses the short factors for sequences of at most the trained length."""
     tiny = replace(MODELS["phi3"], own={**MODELS["phi3"].own, _TRAINED: 40})
     folder, tokens = write_hf(tiny, tmp_path / "hf", seed=3), tiny.tokens
     args = load_model_args(find_model(str(folder)))
@@ -271,8 +271,8 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["smollm3", "olmo2"])
-def test_a_cache_that_is_sharded_by_token_changes_nothing(name, tmp_path):
-    """Every rank then holds the one KV head, whose sum of squares must count once."""
+def test_logits_match_transformers_with_kv_cache_sharded_by_token(name, tmp_path):
+    """Every rank holds the only KV head, so its sum of squares must be counted once."""
     folder, tokens = write_hf(MODELS[name], tmp_path / "hf", seed=3), MODELS[name].tokens
     expected = reference_logits(folder, tokens)
     for logits in run_on_threads(5, cut_logits, folder, tokens, {"kv_split": "sequence"}):
@@ -286,7 +286,7 @@ def all_reduces_of_a_forward(comm: ThreadComm, folder: Path, tokens: Sequence[in
 
 
 @pytest.mark.parametrize(("name", "per_layer"), [("granite", 2), ("olmo2", 3)])
-def test_norms_across_heads_take_one_all_reduce_more_in_each_layer(name, per_layer, tmp_path):
+def test_norm_across_heads_costs_one_more_all_reduce_per_layer(name, per_layer, tmp_path):
     tiny = MODELS[name]
     folder = write_hf(tiny, tmp_path / "hf")
     counts = run_on_threads(3, all_reduces_of_a_forward, folder, tiny.tokens)
@@ -314,7 +314,7 @@ RESHARDED = (
 
 
 @pytest.mark.parametrize("name", RESHARDED)
-def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tmp_path):
+def test_reshard_through_every_layout_keeps_transformers_logits(name, tmp_path):
     source = write_hf(MODELS[name], tmp_path / "source", seed=4)
     folder = through_every_layout(source, tmp_path)
     path, tokens = folder / "config.json", MODELS[name].tokens
@@ -366,15 +366,15 @@ def test_a_model_comes_back_from_every_layout_and_transformers_reads_it(name, tm
         ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1e308}}, "at most 1"),
     ],
 )
-def test_a_configuration_without_a_meaning_is_refused(family, values, expected, tmp_path):
+def test_invalid_or_unsupported_config_is_refused(family, values, expected, tmp_path):
     folder = write_hf(MODELS[_OF_FAMILIES[family]], tmp_path / "hf")
     with pytest.raises(UsageError, match=expected):
         args_with(folder, values)
 
 
 @pytest.mark.parametrize("family", ["smollm3", "seed_oss"])
-def test_a_null_for_the_heads_is_not_the_default_of_the_family(family):
-    """Their configurations have 4 or 8 KV heads and heads of 128 where config.json has no keys."""
+def test_null_head_keys_match_transformers_not_family_defaults(family):
+    """Where config.json lacks these keys, the families have 4 or 8 KV heads and head_dim 128."""
     nulls = {"num_key_value_heads": None, "head_dim": None}
     values = {"hidden_size": 60, "num_attention_heads": 10, "num_hidden_layers": 2, **nulls}
     args = args_from_hf({**values, "model_type": family, "intermediate_size": 8, "vocab_size": 9})
@@ -399,8 +399,8 @@ def args_with(folder: Path, values: dict[str, Any]) -> None:
         ("attention_multiplier", 0.5),
     ],
 )
-def test_keys_of_these_families_are_refused_in_others(key, value, tmp_path):
-    """Llama would ignore them, and the weights were probably trained with them."""
+def test_keys_of_these_families_are_refused_in_llama(key, value, tmp_path):
+    """Llama would ignore these keys, though the weights were probably trained with them."""
     folder = write_hf(TinyModel(2, 1, 4, 8, ffn_dim=5, n_layers=1), tmp_path / "hf")
     with pytest.raises(UsageError, match=f"{key}=.* is not supported"):
         args_with(folder, {key: value})

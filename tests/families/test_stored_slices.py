@@ -1,4 +1,4 @@
-"""The places of weights that share a stored tensor, compared with slices of a tensor."""
+"""Stored slices of weights that share a tensor, compared with slices of that tensor."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def taken(stored: Tensor, part: StoredSlice, rows: range) -> Tensor:
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(71, 1), (12, 4), (9, 3), (6, 6)])
-def test_queries_keys_and_values_lie_group_by_group(n_heads, n_kv_heads):
+def test_qkv_slices_are_interleaved_by_kv_head(n_heads, n_kv_heads):
     head_dim, dim, heads_per_kv = 4, 5, n_heads // n_kv_heads
     stored = torch.arange((n_heads + 2 * n_kv_heads) * head_dim * dim).view(-1, dim)
     groups = stored.view(n_kv_heads, heads_per_kv + 2, head_dim, dim)
@@ -36,7 +36,7 @@ def test_queries_keys_and_values_lie_group_by_group(n_heads, n_kv_heads):
     assert not list(slices["w0"].runs(range(2, 2)))
 
 
-def test_a_weight_of_three_dimensions_is_rows_of_its_slice():
+def test_each_weight_is_one_slice_of_a_3d_tensor():
     stored = torch.arange(4 * 6 * 5).view(4, 6, 5)
     weights = [Param(f"e{number}", (6, 5)) for number in range(4)]
     for number, (_, part) in enumerate(shared("all", weights, n_slices=4)):
@@ -44,13 +44,13 @@ def test_a_weight_of_three_dimensions_is_rows_of_its_slice():
         assert torch.equal(taken(stored.view(-1, 5), part, range(6)), stored[number])
 
 
-def test_a_weight_with_a_tensor_to_itself_is_one_run():
+def test_weight_in_its_own_tensor_is_one_run():
     assert list(whole("a", (6, 5)).runs(range(1, 6))) == [range(1, 6)]
     assert whole("a", (6,)).extent == range(6)
 
 
 @pytest.mark.parametrize("layout", ["hf", "gguf"])
-def test_a_familys_places_are_found_once(layout):
+def test_stored_slices_are_cached(layout):
     args = ModelArgs(
         dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=6, vocab_size=5
     )

@@ -18,14 +18,14 @@ from parallel_llama.reshard.reshard import reshard
 pytestmark = pytest.mark.slow
 
 NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.family != "llama"]
-# One of each family, whose weights have names of their own, and one of each that is tied or not.
+# One model of each family, and one for each family and value of `tied`.
 OF_FAMILIES = {TINY_MODELS[name].family: name for name in NAMES}
 KINDS = {(TINY_MODELS[name].family, TINY_MODELS[name].tied): name for name in NAMES}
 TOKENS = list(range(3, 90, 3))
 
 
 @pytest.mark.parametrize("name", KINDS.values())
-def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transformers(tmp_path, name):
+def test_reshard_through_every_layout_keeps_transformers_logits(tmp_path, name):
     source = write_hf(TINY_MODELS[name], tmp_path / "source", seed=4)
     folder, args = source, load_model_args(find_model(str(source)))
     for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 2)):
@@ -64,14 +64,14 @@ def written_with_damage(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", OF_FAMILIES.values())
-def test_damage_is_named_with_the_one_weight_that_has_it(tmp_path, name):
-    """Weights of families with other names, or another order of rows, were named wrongly."""
+def test_verify_names_only_the_damaged_weight(tmp_path, name):
+    """Regression: verify named the wrong weight in families with other names or row orders."""
     (problem,) = verify(str(written_with_damage(name, tmp_path))).problems
     assert "damaged in layers.1.attention_norm.weight, bytes" in problem
 
 
-def test_damage_is_named_where_config_json_is_damaged_too(tmp_path):
-    """By the name that all families have for it."""
+def test_verify_names_damaged_weight_if_config_json_is_damaged_too(tmp_path):
+    """Without config.json, the weight gets the name that all families have for it."""
     folder = written_with_damage("8/2 qwen3", tmp_path)
     (folder / "config.json").write_text("{")
     problems = verify(str(folder)).problems
@@ -79,8 +79,8 @@ def test_damage_is_named_where_config_json_is_damaged_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["8/2 qwen3", "8/2 gemma3"])
-def test_damage_in_one_weight_leaves_the_norms_of_queries_and_keys_whole(tmp_path, name):
-    """Meta's files have another order of rows, and an error named the wrong weight."""
+def test_verify_of_meta_files_names_damaged_weight_not_qk_norms(tmp_path, name):
+    """Regression: the row order of Meta's files made verify name the wrong weight."""
     source, folder = write_hf(TINY_MODELS[name], tmp_path / "source"), tmp_path / "meta"
     reshard(find_model(str(source)), folder, layout="meta", n_parts=1)
     path, weight = folder / "consolidated.00.pth", "layers.0.feed_forward.w2.weight"

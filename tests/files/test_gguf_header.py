@@ -43,7 +43,7 @@ def memory_file() -> Iterator[MemoryFile]:
         yield file
 
 
-def test_a_whole_file_is_read(tmp_path):
+def test_valid_file_is_read(tmp_path):
     path = write(tmp_path / "m.gguf", GGUF())
     header = read_gguf_header(path)
     assert header.fields["llama.attention.head_count"] == 2
@@ -66,7 +66,7 @@ def test_data_starts_at_the_alignment_that_the_file_states(tmp_path):
     assert path.read_bytes()[place.offset :][:4] == data
 
 
-def test_version_2_and_arrays_of_nothing_are_read(tmp_path):
+def test_version_2_and_empty_arrays_are_read(tmp_path):
     content = GGUF(version=2, fields={**TINY_FIELDS, "x.empty": []})
     assert read_gguf_header(write(tmp_path / "m.gguf", content)).fields["x.empty"] == []
 
@@ -88,7 +88,6 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
 
 
 def test_every_truncation_is_refused(memory_file):
-    """The last 32 bytes are padding of the last tensor at most."""
     whole = GGUF().to_bytes()
     for length in range(len(whole)):
         memory_file.write(whole[:length])
@@ -97,7 +96,7 @@ def test_every_truncation_is_refused(memory_file):
 
 
 def test_random_damage_is_refused_or_read_in_bounded_time(memory_file):
-    """Any other exception fails: damage must never look like a bug of the program."""
+    """Any other exception fails: damage must never look like a bug in the program."""
     refused = 0
     started = time.process_time()
     for data in mutations(GGUF().to_bytes(), 4000):
@@ -110,7 +109,7 @@ def test_random_damage_is_refused_or_read_in_bounded_time(memory_file):
     assert 2000 < refused < 4000  # most damage shows; a changed number cannot
 
 
-def test_random_damage_takes_no_memory(memory_file):
+def test_random_damage_takes_bounded_memory(memory_file):
     tracemalloc.start()
     for data in mutations(GGUF().to_bytes(), 300):
         memory_file.write(data)
@@ -121,7 +120,7 @@ def test_random_damage_takes_no_memory(memory_file):
     assert peak < 4 << 20, "the file has 2 kB"
 
 
-def test_a_huge_sparse_file_costs_no_time_or_memory(tmp_path):
+def test_huge_sparse_file_is_refused_in_bounded_memory(tmp_path):
     """The counts are checked against the header's limit and not only against the file's size."""
     path = write(tmp_path / "m.gguf", extra(array(UINT8, MAX_ARRAY_VALUES + 1)))
     os.truncate(path, 1 << 40)
@@ -144,7 +143,7 @@ def test_strings_are_read_whole_wherever_the_window_ends(tmp_path, monkeypatch):
         assert read_gguf_header(path) == whole
 
 
-def test_a_string_that_is_no_text_is_refused_in_the_middle_of_an_array(tmp_path):
+def test_non_utf8_string_in_array_is_refused(tmp_path):
     data = string("good") + string(b"\xc3\x28") + string("good")
     path = write(tmp_path / "m.gguf", extra(array(STRING, 3, data)))
     with pytest.raises(CheckpointError, match=r"field 'x.array' is not UTF-8 text"):
@@ -152,7 +151,7 @@ def test_a_string_that_is_no_text_is_refused_in_the_middle_of_an_array(tmp_path)
 
 
 def test_a_header_is_parsed_again_only_after_its_file_changed(tmp_path):
-    """Every part of a model's start asks for the header, and it was parsed once for each."""
+    """Regression: each part of a model's start parsed the header again."""
     path = write(tmp_path / "m.gguf", GGUF())
     os.utime(path, ns=(0, 1_000_000_000))
     kept = read_gguf_header(path)

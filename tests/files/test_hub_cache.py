@@ -22,7 +22,7 @@ VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, with nothing of this machine's own in reach."""
+    """An empty cache, isolated from this machine's own cache."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def download(cache: Path, model: Path, revision: str, refs: bool = True) -> Path:
-    """What the hub's tools leave behind: blobs, links to them, and a note of the revision."""
+    """Creates the files of the hub's tools: blobs, links to the blobs, and a ref."""
     folder = cache / "models--some-org--Some.Model_1"
     snapshot = folder / "snapshots" / revision
     snapshot.mkdir(parents=True)
@@ -46,7 +46,7 @@ def download(cache: Path, model: Path, revision: str, refs: bool = True) -> Path
     return snapshot
 
 
-def test_a_downloaded_model_is_found_where_the_hubs_own_library_finds_it(cache, model):
+def test_model_is_found_where_huggingface_hub_finds_it(cache, model):
     download(cache, model, OTHER)
     snapshot = download(cache, model, MAIN)
     assert find_model(NAME).path == snapshot
@@ -55,7 +55,7 @@ def test_a_downloaded_model_is_found_where_the_hubs_own_library_finds_it(cache, 
 
 
 @pytest.mark.slow
-def test_every_verb_takes_the_name(cache, model, capsys):
+def test_commands_accept_a_hub_name(cache, model, capsys):
     download(cache, model, MAIN)
     for argv in (
         ["plan", "--model", NAME],
@@ -69,7 +69,7 @@ def test_every_verb_takes_the_name(cache, model, capsys):
     capsys.readouterr()
 
 
-def test_the_only_snapshot_is_taken_where_no_revision_is_noted(cache, model):
+def test_snapshot_without_ref_is_used_only_if_unambiguous(cache, model):
     snapshot = download(cache, model, OTHER, refs=False)
     assert find_model(NAME).path == snapshot
     download(cache, model, MAIN, refs=False)
@@ -77,7 +77,7 @@ def test_the_only_snapshot_is_taken_where_no_revision_is_noted(cache, model):
         find_model(NAME)
 
 
-def test_a_noted_revision_that_is_not_there_is_refused(cache, model):
+def test_ref_to_missing_snapshot_is_refused(cache, model):
     snapshot = download(cache, model, MAIN)
     snapshot.rename(snapshot.with_name(OTHER))
     with pytest.raises(UsageError, match=rf"1 snapshots.* names '{MAIN}'; .* run: hf download"):
@@ -88,14 +88,14 @@ def test_a_noted_revision_that_is_not_there_is_refused(cache, model):
 
 
 @pytest.mark.parametrize("text", ["", "..", "../../x", "/etc", "a/b", "a\0b", "\xff", "x" * 300])
-def test_a_note_that_leads_elsewhere_is_refused(cache, model, text):
+def test_invalid_ref_is_refused(cache, model, text):
     main_ref = download(cache, model, MAIN).parents[1] / "refs" / "main"
     main_ref.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"not a revision|larger than 256 bytes"):
         find_model(NAME)
 
 
-def test_a_name_that_was_not_downloaded_says_how_to(cache, capsys):
+def test_error_for_missing_model_says_how_to_download_it(cache, capsys):
     (cache.parent / "some-org").mkdir()
     (cache.parent / "some-org" / "Some.Model_2").mkdir()
     for argv in (["plan", "--model", NAME], ["verify", NAME]):
@@ -107,20 +107,20 @@ def test_a_name_that_was_not_downloaded_says_how_to(cache, capsys):
         assert "did you mean 'some-org/Some.Model_2'" in line
 
 
-def test_a_path_comes_before_the_hubs_name(cache, model, monkeypatch):
+def test_local_path_takes_precedence_over_hub_name(cache, model, monkeypatch):
     download(cache, model, MAIN)
     monkeypatch.chdir(cache.parent)
     local = shutil.copytree(model, Path(NAME))
     assert find_model(NAME).path == local
 
 
-def test_a_download_that_was_cut_short_says_what_is_missing(cache, model):
+def test_error_for_incomplete_download_names_missing_weights(cache, model):
     (download(cache, model, MAIN) / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"has no weights \(model\.safetensors"):
         find_model(NAME)
 
 
-def test_a_cache_that_may_not_be_read_is_said(cache):
+def test_error_for_unreadable_cache_names_its_folder(cache):
     cache.symlink_to("hub")
     with pytest.raises(UnreadableFile, match=r"models--some-org--Some\.Model_1"):
         find_model(NAME)
@@ -139,7 +139,7 @@ def test_a_cache_that_may_not_be_read_is_said(cache):
     ],
     ids=str,
 )
-def test_the_cache_is_where_the_hubs_own_library_has_it(monkeypatch, variables):
+def test_cache_folder_matches_huggingface_hub(monkeypatch, variables):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("USER_OF_TEST", "somebody")
@@ -178,11 +178,11 @@ def test_the_cache_is_where_the_hubs_own_library_has_it(monkeypatch, variables):
         ("ä/b", False),
     ],
 )
-def test_what_the_hub_could_have_a_model_by(name, is_one):
+def test_hub_names_are_recognised(name, is_one):
     assert (parse_hub_name(name) is not None) is is_one
 
 
-def test_neither_the_hubs_library_nor_the_network_is_used(cache, model):
+def test_find_model_uses_neither_huggingface_hub_nor_network(cache, model):
     download(cache, model, MAIN)
     code = (
         "import json, socket, sys\n"

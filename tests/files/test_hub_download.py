@@ -88,7 +88,7 @@ def refused(name: str = NAME) -> str:
     return str(caught.value)
 
 
-def test_exactly_the_files_that_are_read_are_downloaded(hub, tmp_path):
+def test_exactly_the_needed_files_are_downloaded(hub, tmp_path):
     lines = download()
     size = f"{sum(len(hub.files[name]) for name in SHARDS) / 1e6:.1f} MB"
     (line,) = lines
@@ -127,8 +127,8 @@ def test_a_downloaded_model_generates(hub, capsys):
     ],
     ids=lambda argv: argv[0],
 )
-def test_nothing_is_downloaded_without_being_asked(hub, argv, capsys, monkeypatch):
-    """Also if stdin is a terminal, but the question would go to a file."""
+def test_nothing_is_downloaded_without_download_flag(hub, argv, capsys, monkeypatch):
+    """stdin is a terminal here, but the question would go to a file."""
     typed = io.StringIO("y\n")
     monkeypatch.setattr(typed, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", typed)
@@ -155,7 +155,7 @@ def test_pickles_are_downloaded_only_without_safetensors(held, expected):
     assert small == ["config.json", *(["params.json"] if "params.json" in held else [])]
 
 
-def test_a_repository_of_other_formats_says_what_can_be_named():
+def test_repository_without_hf_weights_suggests_gguf_file():
     with pytest.raises(UsageError, match=rf"no config\.json with weights.*use --model {NAME}/a/b"):
         select_files(HubName(NAME), ["config.json", "a/b.gguf", "z.gguf", "model.py"])
 
@@ -185,7 +185,7 @@ def test_a_cut_connection_is_resumed_at_its_last_complete_chunk(hub, monkeypatch
     assert (find_model(NAME).path / SHARDS[1]).read_bytes() == hub.files[SHARDS[1]]
 
 
-def test_a_failed_download_keeps_complete_files_and_is_never_taken_for_a_model(hub, tmp_path):
+def test_failed_download_keeps_complete_files_but_is_not_usable(hub, tmp_path):
     hub.broken = {SHARDS[1]: 500}
     assert f"answered with status 500 for {NAME}; try later" in refused()
     with pytest.raises(UsageError, match=rf"2 of the 3 files .* are missing: {SHARDS[1]}, "):
@@ -198,7 +198,7 @@ def test_a_failed_download_keeps_complete_files_and_is_never_taken_for_a_model(h
     assert find_model(NAME).weights[0].name == SHARDS[0]
 
 
-def test_an_update_leaves_the_old_snapshot_selected_until_the_new_one_is_complete(hub):
+def test_update_selects_new_snapshot_only_when_complete(hub):
     download()
     old = find_model(NAME).path
     hub.commits["main"], hub.broken = "c" * 40, {SHARDS[2]: 500}
@@ -212,7 +212,7 @@ def test_an_update_leaves_the_old_snapshot_selected_until_the_new_one_is_complet
 
 
 def test_all_files_are_those_of_one_commit(hub):
-    """The branch moves between the list of files and the first file."""
+    """The branch moves between the requests for the list of files and for the first file."""
     hub.on_info = lambda: hub.commits.update({"main": "c" * 40})
     hub.commits["old"] = COMMIT
     download()
@@ -277,7 +277,7 @@ def test_a_refusal_is_one_line_with_a_remedy(hub, capsys, name, fault, message):
     assert hub.fetched() == []
 
 
-def test_an_index_that_lists_other_files_is_refused(hub):
+def test_index_listing_missing_or_outside_files_is_refused(hub):
     hub.files = hub.files | {INDEX: b'{"weight_map": {"a": "gone.safetensors"}}'}
     assert "the repository does not have gone.safetensors" in refused()
     hub.commits["main"] = "c" * 40
@@ -287,7 +287,7 @@ def test_an_index_that_lists_other_files_is_refused(hub):
 
 
 @pytest.mark.usefixtures("hub")
-def test_without_a_network_the_address_and_a_remedy_are_named(monkeypatch):
+def test_network_error_names_address_and_remedy(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     message = refused()
     assert f"{NAME} was not downloaded from http://127.0.0.1:9: " in message
@@ -295,7 +295,7 @@ def test_without_a_network_the_address_and_a_remedy_are_named(monkeypatch):
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_hub_that_does_not_answer_is_not_waited_for_forever(monkeypatch):
+def test_unresponsive_hub_times_out(monkeypatch):
     """huggingface_hub's own request for the list of files has no time limit."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -303,13 +303,13 @@ def test_a_hub_that_does_not_answer_is_not_waited_for_forever(monkeypatch):
         assert "timed out; check the network" in refused()
 
 
-def test_offline_variables_are_heeded(hub, monkeypatch):
+def test_no_request_is_made_in_offline_mode(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it" in refused()
     assert hub.requests == []
 
 
-def test_a_disk_that_is_too_small_is_found_before_the_weights(hub, monkeypatch, tmp_path):
+def test_lack_of_disk_space_is_reported_before_weights_download(hub, monkeypatch, tmp_path):
     small = sum(len(hub.files[name]) for name in [*SMALL, INDEX])
     usage = shutil.disk_usage(tmp_path)._replace(free=small)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -318,7 +318,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_weights(hub, monkeypatch, 
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_disk_that_other_programs_fill_meanwhile_is_named(monkeypatch, tmp_path):
+def test_disk_filled_during_download_is_named(monkeypatch, tmp_path):
     def write(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -328,12 +328,12 @@ def test_a_disk_that_other_programs_fill_meanwhile_is_named(monkeypatch, tmp_pat
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_cache_is_refused_with_remedy(tmp_path):
     (tmp_path / "hub").write_text("a file")
     assert refused().endswith("Not a directory; make it writable, or set HF_HOME")
 
 
-def test_names_of_the_hub():
+def test_hub_names_are_parsed_or_rejected():
     for repo in (NAME, "a/b"):
         for file in ("", "/x.gguf", "/a/b/x--y.gguf"):
             for revision in ("", "@v1.0", "@refs/pr/1", "@" + "f" * 40):
@@ -344,7 +344,7 @@ def test_names_of_the_hub():
         assert parse_hub_name(bad) is None
 
 
-def test_other_ranks_of_a_host_wait_for_a_bounded_time(hub, monkeypatch):
+def test_other_ranks_of_a_host_time_out_waiting_for_first_rank(hub, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"first rank of this host .* for 0\.1 s; see the message"):

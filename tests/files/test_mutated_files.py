@@ -1,4 +1,4 @@
-"""Damaged files of every kind that a folder has end in an exit code and one line.
+"""A damaged file of any kind in a model folder ends in an exit code and one line.
 
 The mutants are the same in every run. Most change bytes near the ends of a file, where headers and
 directories are.
@@ -93,7 +93,7 @@ def outcomes(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:
 
 
 def held(argv: list[str], capsys: pytest.CaptureFixture[str]) -> int:
-    """A command's exit code, its output held to the contract."""
+    """Runs a command, checks its output, and returns its exit code."""
     code = main(argv)
     out, err = capsys.readouterr()
     assert "Traceback" not in err

@@ -1,4 +1,4 @@
-"""Paths that the system refuses to read end in one line and exit code 2, in every command.
+"""Every command answers an unreadable path with a one-line error and exit code 2.
 
 The superuser may read everything, so if these tests run as root, each command runs as another user
 (setresuid).
@@ -49,7 +49,7 @@ VERBS: dict[str, Callable[[str], list[str]]] = {
 
 @pytest.fixture(scope="module")
 def good() -> Iterator[Path]:
-    """Models in a folder that anybody may enter, which pytest's own is not."""
+    """Models in a folder that every user may enter, unlike pytest's own folders."""
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     home.chmod(0o777)
     write_chat_folder(home / "hf")
@@ -66,7 +66,7 @@ def good() -> Iterator[Path]:
     (home / "gguf").mkdir()
     (home / "gguf" / "m.gguf").write_bytes(gguf_builder.GGUF().to_bytes())
     (home / "text.txt").write_text("some text")
-    for path in home.rglob("*"):  # some writers leave files that are their owner's alone
+    for path in home.rglob("*"):  # some writers create files that only their owner may read
         path.chmod(0o755 if path.is_dir() else 0o644)
     yield home
     shutil.rmtree(home)
@@ -83,7 +83,7 @@ def powerless() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    gc.collect()  # processes of other tests, which another user may not end
+    gc.collect()  # ends processes of other tests, which only this user may end
     with pytest.MonkeyPatch.context() as monkeypatch:
         # The interpreter may be in a folder that other users cannot enter.
         monkeypatch.setattr(bounded_process.subprocess, "Popen", _with_power(subprocess.Popen))
@@ -147,8 +147,8 @@ def refuses(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
-def test_a_folder_that_is_somebody_elses(good, refuses, verb, mode):
-    """Not to be entered, only to be listed, only to be entered."""
+def test_unreadable_folder_exits_2_with_permission_denied(good, refuses, verb, mode):
+    """The modes allow nothing, only listing the folder, and only entering it."""
     with locked(good / "hf", mode):
         assert "hf" in (said := refuses(verb, "hf"))
         assert "Permission denied" in said
@@ -171,8 +171,8 @@ def test_a_folder_that_is_somebody_elses(good, refuses, verb, mode):
     ],
 )
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_file_that_is_somebody_elses(good, refuses, verb, model, file, spared):
-    """`spared` are the commands that do not read it."""
+def test_unreadable_file_exits_2_with_permission_denied(good, refuses, verb, model, file, spared):
+    """`spared` are the commands that do not read the file."""
     path = good / model / file
     with locked(path):
         if verb not in spared:
@@ -181,8 +181,8 @@ def test_a_file_that_is_somebody_elses(good, refuses, verb, model, file, spared)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "tokenizer.json", "model.safetensors"])
-def test_a_file_to_be_verified_that_is_somebody_elses(good, capsys, file):
-    """An unreadable file used to count as damaged, although its content is unknown."""
+def test_verify_flag_refuses_unreadable_file(good, capsys, file):
+    """Regression: an unreadable file counted as damaged, although its content is unknown."""
     argv = ["generate", "--model", str(good / "listed"), "--prompt=Hi", "--max-tokens=2"]
     assert main([*argv, "--verify"]) == 0
     with locked(good / "listed" / file):
@@ -193,24 +193,24 @@ def test_a_file_to_be_verified_that_is_somebody_elses(good, capsys, file):
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", [LONG, f"{LONG}/m.gguf", f"hf/{LONG}", "a/" * 2500])
-def test_a_path_that_is_too_long(refuses, verb, name):
+def test_too_long_path_exits_2_with_one_line(refuses, verb, name):
     refuses(verb, name)
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "verify"])
-def test_an_index_that_names_a_file_of_300_letters(refuses, verb):
+def test_too_long_file_name_in_index_counts_as_missing(refuses, verb):
     assert "1 of the 1 files" in refuses(verb, "indexed")
 
 
-def test_verify_reports_an_index_that_names_a_file_of_300_letters(good, capsys):
-    """As it does any file that is missing: the folder is damaged, and that is a verdict."""
+def test_verify_reports_too_long_file_name_in_index_as_missing(good, capsys):
+    """A missing file is damage, which verify reports with exit code 1."""
     assert main(["verify", str(good / "indexed")]) == 1
     assert "1 of the 1 files" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", ["loop", "loop/m.gguf", "loop.gguf"])
-def test_a_loop_of_links(good, refuses, verb, name):
+def test_loop_of_links_is_refused(good, refuses, verb, name):
     links = [good / "loop", good / "loop.gguf"]
     for link in links:
         link.symlink_to(link.name)
@@ -223,7 +223,7 @@ def test_a_loop_of_links(good, refuses, verb, name):
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_file_that_is_a_loop_of_links(good, refuses, verb, file):
+def test_model_file_that_links_to_itself_is_refused(good, refuses, verb, file):
     path = good / "hf" / file
     path.rename(good / "away")
     path.symlink_to(path.name)
@@ -238,7 +238,7 @@ def test_a_file_that_is_a_loop_of_links(good, refuses, verb, file):
 @pytest.mark.parametrize(
     "target", [LONG, f"hf/{LONG}/new", "closed/new", "closed/in/new", "y" * 250]
 )
-def test_a_target_that_cannot_be_written(good, capsys, monkeypatch, target):
+def test_unwritable_reshard_target_exits_2_with_one_line(good, capsys, monkeypatch, target):
     monkeypatch.chdir(good)
     closed = good / "closed"
     closed.mkdir(exist_ok=True)
@@ -261,7 +261,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("verb", "flag"), FLAGS)
 @pytest.mark.parametrize("path", ["closed/file", "closed.txt", "loop", "loop/file", LONG])
-def test_a_file_of_a_flag_that_cannot_be_read(good, capsys, monkeypatch, verb, flag, path):
+def test_inaccessible_file_of_flag_exits_2(good, capsys, monkeypatch, verb, flag, path):
     monkeypatch.chdir(good)
     (good / "closed").mkdir(exist_ok=True)
     (good / "closed.txt").write_text("{}")
@@ -318,7 +318,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
     ],
 )
 def test_a_file_that_is_not_regular_is_refused_at_once(good, refuses, model, file, kind):
-    """A named pipe in a model's folder was waited for without end."""
+    """Regression: a named pipe in a model's folder made the command hang."""
     path = good / model / file
     path.rename(good / "away")
     try:
@@ -332,8 +332,8 @@ def test_a_file_that_is_not_regular_is_refused_at_once(good, refuses, model, fil
 
 
 @pytest.mark.parametrize("file", ["model.gguf", "adapter_config.json", "adapter_model.safetensors"])
-def test_a_gguf_file_and_an_adapter_are_regular_files(good, capsys, monkeypatch, tmp_path, file):
-    """A named pipe was waited for without end."""
+def test_named_pipe_as_gguf_file_or_adapter_is_refused(good, capsys, monkeypatch, tmp_path, file):
+    """Regression: the command hung on a named pipe."""
     monkeypatch.chdir(good)
     os.mkfifo(tmp_path / file)
     argv = ["generate", "--model", "hf", "--adapter", f"a={tmp_path}"]
@@ -349,7 +349,7 @@ def test_a_gguf_file_and_an_adapter_are_regular_files(good, capsys, monkeypatch,
 
 
 @pytest.mark.parametrize("file", ["rope_freqs", "weights", "journal"])
-def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(tmp_path, file):
+def test_opening_a_file_that_became_a_pipe_is_refused(tmp_path, file):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     opens: dict[str, Callable[[], object]] = {
@@ -371,8 +371,8 @@ def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(tmp_path, f
     ("verb", "flag"),
     [flag for flag in FLAGS if "--output" not in flag] + [("serve", "--api-key-file")],
 )
-def test_a_named_pipe_of_a_flag_is_refused_at_once(good, capsys, monkeypatch, tmp_path, verb, flag):
-    """It was waited for without end."""
+def test_named_pipe_for_flag_is_refused_at_once(good, capsys, monkeypatch, tmp_path, verb, flag):
+    """Regression: the command hung on a named pipe."""
     monkeypatch.chdir(good)
     path = tmp_path / "pipe"
     os.mkfifo(path)
@@ -385,7 +385,7 @@ def test_a_named_pipe_of_a_flag_is_refused_at_once(good, capsys, monkeypatch, tm
     assert len(lines) == 1 and ("regular file" in lines[0]), lines
 
 
-def test_a_pipe_of_the_shell_is_read(good, capsys, monkeypatch):
+def test_process_substitution_is_read_as_text_file(good, capsys, monkeypatch):
     """As in --text-file <(command)."""
     monkeypatch.chdir(good)
     assert main(["score", "--model", "hf", "--text-file", "text.txt", "--json"]) == 0
@@ -399,7 +399,7 @@ def test_a_pipe_of_the_shell_is_read(good, capsys, monkeypatch):
     assert capsys.readouterr().out == expected
 
 
-def test_a_program_gets_the_same_error(good):
+def test_python_api_raises_error_for_unreadable_file(good):
     refused = pytest.raises(CheckpointError, match=r"config\.json: cannot be read: Permission")
     with locked(good / "hf" / "config.json"), powerless(), refused:
         LLM(str(good / "hf"))

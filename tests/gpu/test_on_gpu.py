@@ -28,7 +28,7 @@ PARTS = {
 @pytest.mark.parametrize(
     ("step", "part"), [(step, part) for step, parts in PARTS.items() for part in parts]
 )
-def test_nothing_is_wrong_on_a_gpu(step, part):
+def test_gpu_checks_report_nothing_wrong(step, part):
     parts = parts_of(step)
     assert list(parts) == list(PARTS[step])
     rows = list(parts[part](Setting(torch.device("cuda", 0), is_rehearsal=False)))

@@ -12,7 +12,7 @@ from parallel_llama.engine.statistics import StepTimes
 
 
 @pytest.mark.parametrize(("n_tokens", "window"), [(50, 16), (700, 96), (30, 64)])
-def test_all_ways_give_the_same(n_tokens, window):
+def test_all_ways_to_compute_a_window_give_equal_results(n_tokens, window):
     q, k, v = torch.randn(3, N_HEADS, n_tokens, HEAD_DIM, dtype=torch.float64)
     with torch.inference_mode():
         first, *others = (way(n_tokens, window, torch.float64)(q, k, v) for way in WAYS.values())
@@ -20,18 +20,18 @@ def test_all_ways_give_the_same(n_tokens, window):
         torch.testing.assert_close(other, first, rtol=0, atol=1e-12)
 
 
-def test_a_chart_has_a_line_for_each_way():
+def test_chart_has_a_line_for_each_series():
     chart = Chart("a < b", "tokens", {"one": [(1, 2), (10, 20)], "two": [(1, 3)]})
     root = ElementTree.fromstring(svg([chart, chart]))
     lines = [node for node in root.iter() if node.tag.endswith("polyline")]
     assert len(lines) == 4
     dots = [node for node in root.iter() if node.tag.endswith("circle")]
-    assert len(dots) == 2  # of the line that is one point, which nobody would see
+    assert len(dots) == 2  # one in each chart, as a line of one point is invisible
     assert any(node.text == "a < b" for node in root.iter())
 
 
 def test_a_step_is_split_into_all_its_parts():
-    """The report asked for a part that was called something else by then, after all the work."""
+    """Regression: after all the work, the report asked for a part by its old name."""
     times = StepTimes(10, messages_s=0.1, schedule_s=0.2, forward_s=0.5, sample_s=0.1, decide_s=0.1)
     line = step_line(times, 16)
     assert all(part in line for part in ("100.0 ms", "50.0%", "messages 10.00", "decide 10.00"))

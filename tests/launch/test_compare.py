@@ -21,8 +21,8 @@ from launch.bench.worker import RuntimeFailed, Worker
 RAGGED = make_task("ragged", 512, 64, vocab_size=100)
 
 
-def test_every_round_has_prompts_of_its_own_that_all_engines_share():
-    """An engine that remembers earlier prompts must not be timed on remembering."""
+def test_each_round_has_new_prompts_shared_by_all_engines():
+    """An engine that caches earlier prompts must not be timed on cache hits."""
     first = RAGGED.prompts(number=1)
     assert first == RAGGED.prompts(number=1)
     assert [len(prompt) for prompt in first] == list(RAGGED.lengths)
@@ -30,7 +30,7 @@ def test_every_round_has_prompts_of_its_own_that_all_engines_share():
     assert not any(a == b for a, b in zip(first, RAGGED.prompts(number=2), strict=True))
 
 
-def test_a_name_says_the_ranks_and_what_the_weights_are_kept_in():
+def test_engine_name_states_ranks_and_weight_format():
     found = [
         (each.name, each.module, each.form, each.n_ranks, each.is_exact, each.n_threads(8))
         for each in engines("ours:3@bfloat16,llama.cpp@Q8_0,llama.cpp,transformers:2")
@@ -55,13 +55,13 @@ def test_a_name_says_the_ranks_and_what_the_weights_are_kept_in():
         ("ours:1,ours:1", "'ours:1,ours:1'", "twice"),
     ],
 )
-def test_engines_that_cannot_be_are_refused(names, value, remedy):
+def test_invalid_engine_names_are_refused(names, value, remedy):
     with pytest.raises(ArgumentTypeError) as error:
         engines(names)
     assert value in str(error.value) and remedy in str(error.value)
 
 
-def test_an_engine_without_its_python_or_packages_is_absent_with_the_remedy():
+def test_engine_without_python_or_packages_is_absent_with_remedy():
     vllm, ours, stored = engines("vllm,ours,ours:2@Q4_K")
     assert ours.absence() is None
     for each, remedy in (
@@ -78,11 +78,11 @@ def test_an_engine_without_its_python_or_packages_is_absent_with_the_remedy():
     [
         (1, Measurement([], 0.5, 2.5), 16, 2),
         (3, Measurement([], 0.5, 2.5), 48, 6),
-        # Prompts that are read one after the other: until the last one has its first token.
+        # Prompts are read one by one: prefill lasts until the last one has its first token.
         (3, Measurement([], 0.5, 3.0, prefill_s=2.0, n_early=2), 12, 10),
     ],
 )
-def test_a_stream_is_split_where_every_prompt_has_a_token(n_streams, measured, prefill, decode):
+def test_prefill_ends_when_every_prompt_has_a_token(n_streams, measured, prefill, decode):
     task = make_task("stream", 8, 5, vocab_size=100, n_streams=n_streams)
     rates = {"prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode}
     assert task.rates(measured) == rates
@@ -90,7 +90,7 @@ def test_a_stream_is_split_where_every_prompt_has_a_token(n_streams, measured, p
 
 
 def test_ratios_are_taken_round_by_round():
-    """The machine was twice as slow in the second round, for both: the ratio must not show it."""
+    """Both engines take twice as long in the second round, which must not change the ratio."""
     ours = [Measurement([], 0.5, 1.0), Measurement([], 1.0, 2.0)]
     peer = [Measurement([], 1.0, 4.0), Measurement([], 2.0, 8.0)]
     assert RAGGED.ratios(ours, peer) == {
@@ -121,7 +121,7 @@ def test_tokens_agree_up_to_the_first_difference_of_each_prompt():
     assert verdict([], {})["first_difference"] is None
 
 
-def test_a_gap_is_how_much_likelier_the_expected_token_is(model):
+def test_gap_is_logprob_difference_of_expected_and_drawn_token(model):
     """The two prompts differ, so that a gap taken at the wrong round or prompt shows."""
     prompts = {1: [[3, 4, 5], [6, 7, 8, 9]], 2: [[30, 40], [50]]}
     reference = [Measurement([[1, 2], [3, 4]], 1, 1), Measurement([[5, 6], [7, 8]], 1, 1)]
@@ -138,7 +138,7 @@ def test_a_gap_is_how_much_likelier_the_expected_token_is(model):
     assert gaps(str(model), [], prompts.__getitem__, reference) == {}
 
 
-# Answers each line; the first prompt's first token is how often it has been asked.
+# Answers each line with tokens that are the number of earlier lines.
 FAKE = """
 import json, sys
 print(json.dumps({"versions": {"fake": "1"}}), flush=True)
@@ -151,7 +151,7 @@ for number, line in enumerate(sys.stdin):
 """
 
 
-def test_an_engine_stays_loaded_and_says_why_it_ended():
+def test_worker_stays_loaded_and_reports_why_it_ended():
     worker = Worker([sys.executable, "-c", FAKE], n_threads=1)
     try:
         assert worker.versions == {"fake": "1"}
@@ -193,7 +193,7 @@ class FakeWorker:
         self.log.append((self.name, "closed"))
 
 
-def test_engines_alternate_and_one_that_fails_is_out():
+def test_engines_alternate_and_failed_engine_is_dropped():
     log = []
     workers = {"a": FakeWorker("a", log), "b": FakeWorker("b", log, fails_at=2)}
     rounds = Rounds(workers)
@@ -201,7 +201,7 @@ def test_engines_alternate_and_one_that_fails_is_out():
     assert log == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
     assert [run.tokens for run in rounds.runs["a"]] == [[[1]], [[2]], [[3]]]
     assert rounds.failed == {"b": "tired"} and list(rounds.runs) == ["a"]
-    # What the machine gave before and after each run, there being n runs before the first look.
+    # The mean of the rates before and after each run; the fake rate counts all runs so far.
     assert rounds.rates == {"a": [Rates(0.5e9, 1e9), Rates(2.5e9, 1e9), Rates(3.5e9, 1e9)]}
 
 
@@ -215,7 +215,7 @@ def test_engines_alternate_and_one_that_fails_is_out():
         ("--prompt-tokens=999999", "8192"),
     ],
 )
-def test_wrong_use_ends_before_any_engine_starts(arguments, message, capsys):
+def test_invalid_arguments_exit_before_any_engine_starts(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     assert ended.value.code == 2

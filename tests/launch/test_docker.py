@@ -31,7 +31,7 @@ def values(name: str) -> list[str]:
     return [text for each, text in IMAGE if each == name]
 
 
-def test_the_image_runs_as_a_user_without_rights_and_has_no_secrets():
+def test_image_runs_as_unprivileged_user_and_has_no_secrets():
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", values("USER")[-1])
     after = [name for name, _ in IMAGE[IMAGE.index(("USER", values("USER")[-1])) :]]
     assert "RUN" not in after
@@ -43,7 +43,7 @@ def test_the_image_runs_as_a_user_without_rights_and_has_no_secrets():
     assert json.loads(values("ENTRYPOINT")[0]) == ["parallel-llama"]
 
 
-def test_the_image_checks_a_route_at_the_port_that_the_server_has():
+def test_healthcheck_requests_liveness_route_at_server_port():
     (check,) = values("HEALTHCHECK")
     url = urlsplit(re.findall(r"http://[^']+", check)[0])
     assert url.path in PROBES and url.path == "/health/live"
@@ -53,7 +53,7 @@ def test_the_image_checks_a_route_at_the_port_that_the_server_has():
     assert program[:2] == ["python", "-c"]
 
 
-def test_the_image_has_the_torch_that_other_scripts_install():
+def test_image_has_torch_version_of_environment_script():
     (version,) = re.findall(r"^TORCH=(.*)$", (LAUNCH / "environment.sh").read_text(), re.M)
     assert f"TORCH={version}" in values("ARG")
 
@@ -87,7 +87,7 @@ def test_the_image_gets_the_build_of_torch_for_its_device(
     assert calls == expected and (done.returncode == 0) == bool(expected)
 
 
-def test_the_builder_sees_what_the_package_is_made_of_and_nothing_else():
+def test_build_context_has_only_files_of_the_package():
     rules = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
     rules = [rule for rule in rules if not rule.startswith("#")]
     setup = configparser.ConfigParser()
@@ -109,7 +109,7 @@ def mounts(service: Any) -> dict[str, Any]:
     return {volume["target"]: volume for volume in service["volumes"]}
 
 
-def test_the_container_of_the_server_is_reached_by_one_port_of_this_host_only():
+def test_server_container_publishes_one_port_on_loopback_only():
     flags = parsed(SERVER["command"])
     assert SERVER["ports"] == [f"127.0.0.1:{flags[PORT]}:{flags[PORT]}"]
     assert flags[HOST] == "0.0.0.0"  # else the published port leads nowhere
@@ -129,14 +129,14 @@ def test_the_container_of_the_server_is_reached_by_one_port_of_this_host_only():
         assert "privileged" not in service and "network_mode" not in service
 
 
-def test_the_build_of_the_container_is_the_image():
+def test_compose_builds_image_from_the_dockerfile():
     context = (FOLDER / SERVER["build"]["context"]).resolve()
     assert context == ROOT and (context / SERVER["build"]["dockerfile"]) == FOLDER / "Dockerfile"
     arguments = {text.partition("=")[0] for text in values("ARG")}
     assert set(SERVER["build"]["args"]) <= arguments
 
 
-def test_prometheus_reads_the_metrics_of_the_server_with_its_key():
+def test_prometheus_scrapes_server_metrics_with_api_key():
     service = SERVICES["prometheus"]
     (config,) = documents("docker/prometheus.yml")
     (job,) = config["scrape_configs"]
@@ -151,7 +151,7 @@ def test_prometheus_reads_the_metrics_of_the_server_with_its_key():
     assert [each.partition(":")[0] for each in service["tmpfs"]] == [data]
 
 
-def test_grafana_shows_the_board_of_the_server():
+def test_grafana_shows_the_dashboard_of_the_server():
     service = SERVICES["grafana"]
     given = {
         each["target"]: yaml.safe_load(COMPOSE["configs"][each["source"]]["content"])

@@ -42,7 +42,7 @@ def report(folder: Path) -> dict[str, StepReport]:
 
 @pytest.mark.slow
 def test_every_step_runs_without_a_gpu(tmp_path):
-    """In tiny shapes, kernels in the interpreter; the report has none of its figures."""
+    """Shapes are tiny and kernels run in the interpreter; the report shows no figures."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     code = main(["--out", str(tmp_path), "--dry-run"])
     found = report(tmp_path)
@@ -63,7 +63,7 @@ def test_every_step_runs_without_a_gpu(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(("has_triton", "says"), [(True, "no CUDA device"), (False, "pip install")])
-def test_what_is_missing_is_said_before_work_starts(
+def test_missing_requirement_is_reported_before_any_work(
     tmp_path, monkeypatch, capsys, has_triton, says
 ):
     monkeypatch.setattr(gpu, "find_spec", lambda _: object() if has_triton else None)
@@ -74,7 +74,7 @@ def test_what_is_missing_is_said_before_work_starts(
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_or_takes_too_long_costs_no_other(tmp_path, monkeypatch):
+def test_failed_or_timed_out_step_does_not_stop_other_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda _: object())
     steps = Step("nothing", "none", 60), Step("parity", "long", 1.25), Step("gpu", "gpu", 60)
     monkeypatch.setattr(gpu, "STEPS", steps)
@@ -88,7 +88,7 @@ def test_a_step_that_fails_or_takes_too_long_costs_no_other(tmp_path, monkeypatc
 
 
 def test_after_a_crash_the_remaining_parts_run_in_a_new_process(tmp_path, monkeypatch):
-    """One illegal address cost all later checks of its step, which failed with the same error."""
+    """Regression: after an illegal address, all later checks of the step failed with that error."""
     row = asdict(Row("a row", 1.0))
     runs: list[list[Any]] = [
         [{"part": "a"}, row, {"part": "b"}, row, -signal.SIGSEGV],
@@ -139,14 +139,14 @@ def run_parts(monkeypatch, capsys, *flags: str, lost_as: str = LOST) -> tuple[in
     parts = {"a": lambda _: works("a"), "b": fails, "c": lambda _: works("c")}
     monkeypatch.setitem(sys.modules, "launch.bench.gpu_steps.three", SimpleNamespace(PARTS=parts))
     monkeypatch.setattr(sys, "argv", ["gpu_steps", "three", "--dry-run", *flags])
-    # A dry run changes it, and this one runs in the process of the tests.
+    # A dry run changes _PROGRAMS, and this dry run shares the process of the tests.
     programs = gpu_step.decode_attention._PROGRAMS
     monkeypatch.setattr(gpu_step.decode_attention, "_PROGRAMS", programs)
     code = gpu_step.main()
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_process_whose_gpu_is_lost_ends_after_saying_so(monkeypatch, capsys):
+def test_process_reports_lost_gpu_and_exits(monkeypatch, capsys):
     code, lines = run_parts(monkeypatch, capsys)
     assert code == DEVICE_LOST
     assert [line.get("part") or line["name"] for line in lines] == ["a", "a", "b", "b", "inner"]
@@ -158,8 +158,8 @@ def test_a_process_whose_gpu_is_lost_ends_after_saying_so(monkeypatch, capsys):
     assert [line.get("part") or line["name"] for line in lines] == ["c", "c"]
 
 
-def test_the_parts_of_the_tests_on_a_gpu_are_those_of_the_steps():
-    """The names differed, so that every test on a GPU would have failed."""
+def test_gpu_tests_and_benchmark_steps_have_the_same_parts():
+    """Regression: the names differed, so every test on a GPU would have failed."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     spec = importlib.util.spec_from_file_location("on_gpu", ROOT / "tests/gpu/test_on_gpu.py")
     assert spec is not None and spec.loader is not None
@@ -169,8 +169,8 @@ def test_the_parts_of_the_tests_on_a_gpu_are_those_of_the_steps():
         assert tuple(gpu_step.parts_of(step)) == parts
 
 
-def test_the_kernels_of_all_checks_are_compiled_by_one_process_each(monkeypatch):
-    """216 checks compiled one after another for 120 to 170 s, in a step of 75 s."""
+def test_each_kernel_check_is_compiled_by_exactly_one_process(monkeypatch):
+    """Regression: 216 checks compiled one after another for 120 to 170 s, in a step of 75 s."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     from triton.runtime.jit import JITFunction
 
@@ -195,7 +195,7 @@ def test_the_kernels_of_all_checks_are_compiled_by_one_process_each(monkeypatch)
         assert len(pairs) == n_one * n_other
 
 
-def test_a_part_that_fails_keeps_what_it_has_given():
+def test_failed_part_keeps_its_earlier_rows():
     def part():
         yield Row("a", 1.0)
         raise ValueError("no")
@@ -204,7 +204,7 @@ def test_a_part_that_fails_keeps_what_it_has_given():
     assert first == Row("a", 1.0) and second == Row("b", wrong="ValueError: no")
 
 
-def test_what_is_wrong_has_no_figure_and_no_point():
+def test_wrong_row_has_no_figure_and_no_chart_point():
     right = Row(
         "8b: batch 4, context 512",
         2.0,
@@ -243,7 +243,7 @@ def test_the_time_of_a_row_is_compared_with_another_row():
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b"])
 def test_a_shape_is_measured_within_its_context(monkeypatch, name):
-    """8,256 tokens were asked of a context of 8,192, and every row of 8B was refused."""
+    """Regression: 8,256 tokens exceeded the context of 8,192, so every row of 8B was refused."""
     asked: list[int] = []
 
     def load(path: str, *, max_seq_len: int, **_: object) -> None:
@@ -273,7 +273,7 @@ def test_a_shape_is_measured_within_its_context(monkeypatch, name):
         ("Falcon, parallel block", {"parallel_block": False, "shared_norm": False}),
     ],
 )
-def test_a_feature_of_a_tiny_family_is_visible_in_its_logits(name, without):
+def test_feature_of_a_tiny_family_changes_its_logits(name, without):
     """With random weights, attention scores are near 0, and a soft cap would change nothing."""
     from launch.bench.gpu_steps import families
 
@@ -289,7 +289,7 @@ def test_a_feature_of_a_tiny_family_is_visible_in_its_logits(name, without):
     assert (found - expected).abs().max() > 10 * families.TOLERANCE * expected.abs().max()
 
 
-def test_a_family_with_wrong_or_unrecorded_steps_is_wrong(monkeypatch):
+def test_family_with_wrong_or_unrecorded_steps_is_marked_wrong(monkeypatch):
     from launch.bench.gpu_steps import families
 
     setting = Setting(torch.device("cpu"), is_rehearsal=False)
@@ -333,7 +333,7 @@ def a_run(rows_of: Mapping[str, Sequence[Row]], **others: Any) -> Report:
 
 
 def runs(monkeypatch, out: Path, before: Report | None, *flags: str) -> tuple[int, list[str]]:
-    """The exit code and the steps that run of gpu, a, b:1 and b:2; each gives one row."""
+    """The exit code, and which of the steps gpu, a, b:1 and b:2 run; each gives one row."""
     ran: list[str] = []
 
     def run(step: Step, *_: object) -> Iterator[Row]:
@@ -349,7 +349,7 @@ def runs(monkeypatch, out: Path, before: Report | None, *flags: str) -> tuple[in
     return main(["--out", str(out), *flags]), ran
 
 
-def test_a_resumed_run_keeps_what_is_right_and_runs_the_rest(tmp_path, monkeypatch):
+def test_resumed_run_keeps_correct_steps_and_runs_the_rest(tmp_path, monkeypatch):
     cut = StepReport("b:2", "b:2", 1, [Row("few")], is_whole=False)
     whole = a_run({"gpu": [Row("old", 1.0)], "a": [Row("x", wrong="no")], "b:1": [Row("old b")]})
     before = replace(whole, steps=[*whole.steps, cut])
@@ -376,7 +376,7 @@ def test_a_resumed_run_keeps_what_is_right_and_runs_the_rest(tmp_path, monkeypat
         ),
     ],
 )
-def test_a_run_that_cannot_be_continued_is_refused(
+def test_invalid_resume_or_steps_flag_is_refused(
     tmp_path, monkeypatch, capsys, before, flags, says
 ):
     with pytest.raises(SystemExit) as ended:
@@ -391,7 +391,7 @@ def test_a_report_of_another_version_is_refused(tmp_path, monkeypatch, capsys):
     assert "not a report of this version" in capsys.readouterr().err
 
 
-def test_a_run_that_is_killed_keeps_the_rows_of_its_last_step(tmp_path, monkeypatch):
+def test_interrupted_run_keeps_rows_of_its_last_step(tmp_path, monkeypatch):
     def run(step: Step, *_: object) -> Iterator[Row]:
         yield Row(f"first of {step.module}", 1.0)
         if step.module == "a":
@@ -413,7 +413,7 @@ def test_a_run_that_is_killed_keeps_the_rows_of_its_last_step(tmp_path, monkeypa
     assert "* b\n" in (tmp_path / "report.md").read_text()
 
 
-def test_the_first_minutes_end_in_time_and_name_what_was_not_run(tmp_path, monkeypatch):
+def test_first_flag_stops_in_time_and_lists_steps_not_run(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(gpu, "_missing", lambda _: "")
@@ -448,14 +448,14 @@ def test_the_state_of_the_gpu_is_in_the_report():
     assert last == "| gpu | 12 | 1980 to ? | 2619 to ? | 310 to ? | 41 to ? |"
 
 
-def test_the_rest_of_a_shape_is_what_the_first_measurements_leave():
+def test_first_and_rest_measurements_cover_every_size_once():
     setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
     first, rest = (set(shapes._sizes(which, setting)) for which in ("first", "rest"))
     assert not first & rest and {batch for batch, _ in first} == {1, 16, 64}
     assert first | rest == set(product((1, 16, 64, 256), (512, 2048, 4096)))
 
 
-def test_a_replay_is_timed_behind_another_one_and_a_step_alone(monkeypatch):
+def test_replay_is_timed_behind_a_queued_one_and_eager_step_alone(monkeypatch):
     """A replay on an idle device would include the time of its launch."""
     events: list[str] = []
     seconds = iter([0.5, 3.0, 1.0] * 2)
@@ -487,8 +487,8 @@ def test_a_replay_is_timed_behind_another_one_and_a_step_alone(monkeypatch):
     assert events == ["call", "wait", *["event", "call", "event", "wait"] * 3]
 
 
-def test_a_shape_without_recorded_steps_says_so():
-    """Only the log said that steps ran without a graph."""
+def test_unrecorded_step_is_labelled_with_its_reason():
+    """Regression: only the log said that steps ran without a graph."""
     model = shapes._Model(None, "8b", "8b", "none", Recorded({1: int, 2: int}, "no memory"))
     assert model.how_run(1) == model.how_run(2) == ""
     assert "OPERATOR BY OPERATOR: no memory" in model.how_run(3)

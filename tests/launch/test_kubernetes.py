@@ -1,4 +1,4 @@
-"""The manifests in launch/kubernetes: what they say, and their command on two pods."""
+"""The manifests in launch/kubernetes: their contents, and their command on two pods."""
 
 import configparser
 import json
@@ -52,7 +52,7 @@ def command(index: int, address: str = "host") -> list[str]:
     return [re.sub(r"\$\((\w+)\)", lambda name: values[name[1]], word) for word in words]
 
 
-def test_the_pods_of_a_group_are_the_hosts_of_one_torchrun():
+def test_pods_of_a_group_run_as_hosts_of_one_torchrun():
     for index in range(GROUP["size"]):
         program, *argv = command(index)
         torchrun, own = under_torchrun(argv)
@@ -66,7 +66,7 @@ def test_the_pods_of_a_group_are_the_hosts_of_one_torchrun():
     assert flags[HOST] == "0.0.0.0" and flags[API_KEY_FILE]
 
 
-def test_the_probes_request_routes_that_need_no_key_at_the_port_of_the_server():
+def test_probes_request_keyless_routes_at_server_port():
     (port,) = rank_of(LEADER)["ports"]
     flags = parsed(under_torchrun(command(0)[1:])[1])
     assert port["containerPort"] == flags[PORT]
@@ -90,7 +90,7 @@ def sleep_of(pod: Any) -> int:
     return int(seconds)
 
 
-def test_a_pod_that_ends_has_time_for_running_requests():
+def test_grace_periods_leave_time_for_running_requests():
     torchrun, own = under_torchrun(command(0)[1:])
     to_end = parsed(own)[DRAIN] + _CLOSING_S
     grace = LEADER["terminationGracePeriodSeconds"]
@@ -101,7 +101,7 @@ def test_a_pod_that_ends_has_time_for_running_requests():
 
 
 @pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
-def test_a_pod_has_no_rights_and_mounts_what_its_command_reads(pod):
+def test_pod_is_unprivileged_and_mounts_paths_of_its_command(pod):
     container = rank_of(pod)
     own = container["securityContext"]
     assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
@@ -124,7 +124,7 @@ def test_a_pod_has_no_rights_and_mounts_what_its_command_reads(pod):
         assert any(path == mount or path.startswith(f"{mount}/") for mount in mounts), path
 
 
-def test_the_files_with_keys_come_from_a_secret_that_the_image_and_git_do_not_have():
+def test_key_files_come_from_a_kubernetes_secret():
     (volume,) = (each for each in WORKER["volumes"] if each["name"] == "secrets")
     comment = (FOLDER / "kustomization.yaml").read_text()
     (made, files) = re.findall(r"create secret generic (\S+)((?: --from-file=\S+)+)", comment)[0]
@@ -174,7 +174,7 @@ def reaches(kind: str, pod: Mapping[str, str], other: Mapping[str, str], port: i
     return not own or is_allowed(rules, peer, other, port)
 
 
-def test_only_ranks_reach_ranks_and_only_the_port_of_the_server_is_open():
+def test_only_ranks_reach_ranks_except_at_the_http_port():
     stranger = {"app": "another"}
     http = rank_of(LEADER)["ports"][0]["containerPort"]
     meeting = under_torchrun(command(0)[1:])[0].master_port
@@ -216,7 +216,7 @@ def test_kustomize_builds_the_manifests():
 
 
 def test_the_job_cuts_the_prompts_into_parts(tmp_path):
-    """Each part runs as it is printed, with a stand-in that keeps its arguments."""
+    """Each part's command runs as written, with a program that records its arguments."""
     (tmp_path / "prompts.jsonl").touch()  # the parser looks for it
     (tmp_path / "parallel-llama").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$ARGV"\n')
     (tmp_path / "parallel-llama").chmod(0o755)
@@ -241,7 +241,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_two_pods_give_the_answer_of_one_rank_and_end_with_the_leader(model: Path, tmp_path: Path):
+def test_two_pods_match_one_rank_and_worker_ends_with_leader(model: Path, tmp_path: Path):
     """The worker gets no signal: it ends because the leader has closed the engine."""
     for name in ("api-keys", "ranks"):
         (tmp_path / name).write_text(f"{name} of a test that nobody else has")

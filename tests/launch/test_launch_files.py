@@ -23,7 +23,7 @@ from parallel_llama.cli.serve import DRAIN
 from parallel_llama.serve.server import _CLOSING_S
 
 LIMIT_S = 120
-# Starts three tasks on one node as srun does, in place of the command in "$@" after the options.
+# Stands in for srun: starts the command after the options as three tasks on one node.
 # Without SRUN_CPUS_PER_TASK, srun binds each task to one core.
 SRUN = """#!/usr/bin/env bash
 [ "$1" = --kill-on-bad-exit=1 ] && shift
@@ -81,7 +81,7 @@ def test_a_slurm_job_gives_the_answer_of_one_rank(cluster, model):
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_job_array_are_the_answers_of_one_run(cluster, model, tmp_path):
+def test_job_array_gives_the_answers_of_one_run(cluster, model, tmp_path):
     lines = [{"prompt": "ab"}, {"prompt": "b"}, {"prompt": "abc"}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -101,8 +101,8 @@ def test_the_parts_of_a_job_array_are_the_answers_of_one_run(cluster, model, tmp
 
 
 @pytest.mark.slow
-def test_actors_of_ray_give_the_answers_of_one_run(model, tmp_path):
-    """Two actors reserve both cores, so tasks that read and write waited for ever."""
+def test_ray_actors_give_the_answers_of_one_run(model, tmp_path):
+    """Regression: two actors reserved both cores, so tasks that read and write waited forever."""
     pytest.importorskip("ray", reason="ray is not installed")
     lines = [{"prompt": "ab"}, {"prompt": "b"}, {"prompt": "abc"}]
     path = tmp_path / "prompts.jsonl"
@@ -123,7 +123,7 @@ def test_actors_of_ray_give_the_answers_of_one_run(model, tmp_path):
     assert [found[line["prompt"]] for line in lines] == expected
 
 
-def test_a_slurm_job_fails_as_its_command_does(cluster):
+def test_slurm_job_returns_exit_code_of_its_command(cluster):
     done = batch(cluster, "generate", "--model", "/no/such/model", "--prompt", "a")
     assert done.returncode == 2 and "/no/such/model" in done.stderr
 
@@ -174,7 +174,7 @@ def on_hosts(*argv: str) -> list[str]:
 
 
 def test_a_command_on_several_hosts_gives_the_answer_of_one_rank(hosts, model, tmp_path):
-    """And quotes reach the ranks."""
+    """Quotes in the prompt reach the ranks."""
     argv = ["generate", "--model", str(model), "--prompt", "a 'b", "--max-tokens=8", "--json"]
     seeded = [*argv, "--seed=1", "--dtype=float64"]
     alone = subprocess.run(
@@ -211,13 +211,13 @@ def test_a_server_on_several_hosts_ends_at_sigterm(hosts, model):
         (["node1:1"], "name the hosts with their ranks, and a command"),
     ],
 )
-def test_hosts_that_cannot_be_used_are_refused_before_any_is_reached(argv, expected, hosts):
+def test_invalid_hosts_arguments_are_refused_before_any_ssh(argv, expected, hosts):
     script = ["bash", str(ROOT / "launch" / "hosts.sh"), *argv]
     done = subprocess.run(script, env=hosts, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and expected in done.stderr and "ssh" not in done.stderr[10:]
 
 
-def test_a_host_that_cannot_run_the_command_ends_it_on_all(hosts):
+def test_missing_torchrun_on_hosts_fails_the_command(hosts):
     command = on_hosts("serve")
     command[3] = "/no/such/folder"
     done = subprocess.run(command, env=hosts, capture_output=True, text=True, timeout=LIMIT_S)
@@ -264,7 +264,7 @@ def test_systemd_accepts_the_unit(tmp_path):
 
 
 def verify(command: Sequence[str]) -> str:
-    """What a checker says about its own file."""
+    """The lines of a checker's output about the unit file."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     return "\n".join(line for line in done.stderr.splitlines() if "parallel-llama.service" in line)
 
@@ -313,7 +313,7 @@ def test_every_printed_command_has_known_flags_and_existing_files(tmp_path, monk
     assert kinds == {"serve", "generate", "plan"}
 
 
-def test_the_hosts_of_the_page_are_those_of_one_torchrun():
+def test_documented_hosts_belong_to_one_torchrun():
     lines = [shlex.split(line)[1:] for line in COMMANDS if line.startswith("torchrun --nnodes")]
     hosts, commands = zip(*map(under_torchrun, lines), strict=True)
     assert [host.node_rank for host in hosts] == list(range(int(hosts[0].nnodes)))

@@ -93,7 +93,7 @@ def test_the_limits_are_those_of_the_server():
     assert amount(PLACE, "proxy_read_timeout") >= 600
 
 
-def test_streams_pass_at_once_and_to_a_server_that_accepts_them():
+def test_streams_are_not_buffered_and_host_header_is_accepted():
     assert value(PLACE, "proxy_buffering") == ["off"]
     assert value(PLACE, "proxy_http_version") == ["1.1"]
     assert value(PLACE, "proxy_pass") == ["http://parallel_llama"]
@@ -120,7 +120,7 @@ def test_a_conversation_stays_at_one_server():
 @pytest.mark.parametrize(
     ("old", "new"), [(";", ""), ("{", ""), ("}", ""), ("}", "}}"), (";", ";;"), ('""', '"')]
 )
-def test_a_sign_too_few_or_too_many_is_noticed(old, new):
+def test_parser_rejects_missing_or_extra_punctuation(old, new):
     for each in re.finditer(re.escape(old), re.sub("#.*", lambda part: " " * len(part[0]), TEXT)):
         with pytest.raises(AssertionError):
             block(tokens(TEXT[: each.start()] + new + TEXT[each.end() :]))
@@ -128,9 +128,9 @@ def test_a_sign_too_few_or_too_many_is_noticed(old, new):
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 def test_nginx_accepts_the_file(tmp_path: Path):
-    """Without TLS, whose certificate is not there."""
+    """TLS is left out, since there is no certificate here."""
     own = re.sub(r"listen 443 ssl;|ssl_certificate.*;", "", TEXT)
-    kinds = "client_body", "proxy", "fastcgi", "uwsgi", "scgi"  # as any user
+    kinds = "client_body", "proxy", "fastcgi", "uwsgi", "scgi"  # so that any user can run nginx
     paths = "".join(f"{kind}_temp_path {tmp_path}/{kind};\n" for kind in kinds)
     http = f"http {{\naccess_log off;\n{paths}{own}}}\n"
     (tmp_path / "nginx.conf").write_text(

@@ -32,7 +32,7 @@ def weights_of(name: str, folder: Path) -> Weights:
 @pytest.mark.parametrize(
     "name", ["9/3", "10/2 all biases, tied", "8/2 qwen2", "8/4 qwen3, bias, tied"]
 )
-def test_a_gguf_file_has_the_folders_weights(name, tmp_path):
+def test_gguf_file_has_the_same_weights_as_the_folder(name, tmp_path):
     made = weights_of(name, tmp_path)
     write_gguf(made.files, made.args, tmp_path / "model.gguf")
     files = find_model(str(tmp_path / "model.gguf"))
@@ -52,7 +52,7 @@ def test_a_gguf_file_has_the_folders_weights(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["8/1 gemma", "8/2 qwen2, window", "9/3 llama3, wide heads"])
-def test_a_model_that_its_sizes_do_not_tell_is_refused(name, tmp_path):
+def test_write_gguf_refuses_models_with_special_features(name, tmp_path):
     made = weights_of(name, tmp_path)
     with pytest.raises(UsageError, match="plain models"):
         write_gguf(made.files, made.args, tmp_path / "model.gguf")
@@ -66,13 +66,11 @@ PEERS = {
 
 
 @pytest.mark.parametrize("package", PEERS)
-def test_a_peer_has_the_same_tokens_in_float32_and_nearly_the_same_perplexity_in_8_bits(
-    package, tmp_path, capfd
-):
+def test_peers_match_tokens_in_float32_and_perplexity_in_8_bits(package, tmp_path, capfd):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     folder = tmp_path / "tiny"
-    # Whole groups of 32 everywhere, which some of these formats want.
+    # The inputs of every weight are a multiple of 32, which some of these formats require.
     write_hf(replace(TINY, head_dim=32, dim=288, ffn_dim=96), folder)
     write_tokenizer(folder)
     arguments = [f"--model={folder}", f"--engines=ours:1,{PEERS[package]}", "--streams=3"]

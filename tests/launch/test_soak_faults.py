@@ -11,7 +11,7 @@ def closing_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_with_a_report(capsys, monkeypatch):
-    monkeypatch.setattr(hangs, "MORE_S", 200.0)  # a busy machine is no failure
+    monkeypatch.setattr(hangs, "MORE_S", 200.0)  # a busy machine is not a failure
     assert hangs.main(["--runs=1"]) == 0
     assert closing_line(capsys).startswith("1 faults passed, 0 failed, at most ")
 
@@ -53,7 +53,7 @@ def test_flipped_bits_and_wrong_products_are_found(capsys):
     ],
     ids=["not found", "another rank"],
 )
-def test_a_fault_that_is_not_found_or_misnamed_fails(capsys, monkeypatch, seen):
+def test_missed_or_misnamed_fault_fails_the_soak_test(capsys, monkeypatch, seen):
     monkeypatch.setattr(flips, "run", lambda _: seen)
     monkeypatch.setattr(flips, "undisturbed", lambda _: ())
     assert flips.main(["--runs=1"]) == 1

@@ -16,7 +16,7 @@ def run_on_two_hosts(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_hosts_answer_as_one_rank_does(capsys):
+def test_linked_hosts_give_the_same_answers_as_one_rank(capsys):
     code, said = run_on_two_hosts(capsys)
     assert code == 0
     assert "1+1: 8 of 8 answers are equal" in said
@@ -40,7 +40,7 @@ def test_answers_that_did_not_cross_the_link_fail_the_soak_test(capsys, monkeypa
     assert line in capsys.readouterr().out
 
 
-def test_a_user_who_is_not_root_gets_one_line(capsys, monkeypatch):
+def test_non_root_user_gets_one_line_error(capsys, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert hosts.main(["answers"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

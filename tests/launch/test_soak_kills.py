@@ -12,13 +12,13 @@ ANSWER = kills.Answer([5, 6], [(5, -0.5, []), (6, -0.25, [])], "ab")
 
 
 @pytest.mark.slow
-def test_ranks_are_killed_under_load(capsys):
+def test_run_survives_ranks_killed_under_load(capsys):
     assert kills.main(["--runs=1"]) == 0
     said = capsys.readouterr().out
     assert "1 runs passed, 0 failed, 3 kills " in said
 
 
-def test_one_wrong_bit_and_a_replaced_rank_fail():
+def test_wrong_bit_and_replaced_rank_are_reported_as_faults():
     wrong = kills.Answer([5, 6], [(5, -0.5, []), (6, math.nextafter(-0.25, 0), [])], "ab")
     report = kills.Report([ANSWER, wrong], {5: 1.0, 2: 2.0}, 3.0, 0)
     (fault,) = kills.faults_of(report, [ANSWER] * 2, 2)
@@ -27,7 +27,7 @@ def test_one_wrong_bit_and_a_replaced_rank_fail():
     assert kills.faults_of(report, [ANSWER], 2) == ["groups of [5, 3] ranks, 1 replaced"]
 
 
-def test_a_process_and_a_file_that_are_left_fail(tmp_path):
+def test_leftover_process_and_file_are_reported(tmp_path):
     (tmp_path / "part").touch()
     own = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(["sleep", "60"], env=own) as process:

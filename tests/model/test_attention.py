@@ -29,7 +29,7 @@ def by_definition(
 
 
 def make_queries(slots: list[int], n_rows: int, n_decoded: int) -> Queries:
-    """The last `n_rows` queries of a sequence: the last ones one by one, the others at once."""
+    """The last `n_rows` queries of a sequence, the last `n_decoded` of these one by one."""
     start, n_together = len(slots) - n_rows, n_rows - n_decoded
     ends = range(start, start + n_together), range(start + n_together, len(slots))
     ranges = (
@@ -42,7 +42,7 @@ def make_queries(slots: list[int], n_rows: int, n_decoded: int) -> Queries:
 @pytest.mark.parametrize(("n_rows", "n_decoded"), [(1, 0), (1, 1), (3, 0), (3, 1), (4, 4), (9, 2)])
 @pytest.mark.parametrize("keys", [(slice(5, 14),), (slice(20, 24), slice(2, 6), slice(10, 11))])
 @pytest.mark.parametrize("scores", [Scores(), Scores(scale=0.9, soft_cap=1.5)], ids=str)
-def test_every_query_sees_its_own_past(keys, n_rows, n_decoded, scores):
+def test_query_attends_to_itself_and_earlier_keys(keys, n_rows, n_decoded, scores):
     slots = [slot for own in keys for slot in range(own.start, own.stop)]
     q = torch.randn(n_rows, 7, D, dtype=torch.float64)[:, 1:6]  # a part of a wider product
     # Memory that is not written is NaN, as uninitialised memory may be.
@@ -61,10 +61,10 @@ def test_every_query_sees_its_own_past(keys, n_rows, n_decoded, scores):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("is_decoded", [False, True])
-def test_parts_of_the_keys_give_the_attention_to_all_of_them(
+def test_merged_partial_attention_equals_full_attention(
     window: int | None, is_decoded: bool
 ) -> None:
-    """Each rank has every second block, and negative numbers in the place of the others."""
+    """Each rank has every second block, and -1 instead of the other blocks."""
     blocks, positions, device = [3, 5, 0, 1, 4], range(3, 10), torch.device("cpu")
     q = torch.randn(len(positions), 5, D, dtype=torch.float64)
     k, v = torch.randn(2, 2, N_SLOTS, D, dtype=torch.float64)

@@ -30,8 +30,8 @@ SINKING = replace(ARGS, sliding_window=WINDOW, attention_sinks=N_SINKS)
 def reference(args: ModelArgs, tokens: list[int]) -> Tensor:
     """The definition: the keys of each token are concatenated and numbered from 0.
 
-    So every token has a cache of its own: its sinks, its window, and positions 0, 1, 2, ... for
-    them; keys are rotated anew for each. Written without the package but for the weights.
+    Every token has its own cache: sinks and window, at positions 0, 1, 2, ..., with keys rotated
+    anew. Only the weights are read by code of the package.
     """
     checkpoint = random_checkpoint(args, seed=1)
     weights = {
@@ -88,13 +88,13 @@ def sinking_logits(comm: Communicator, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("cuts", [[], [5, 21], list(range(2, 60))], ids=["whole", "three", "each"])
-def test_logits_are_those_of_positions_in_the_cache(tp_size, cuts):
+def test_logits_match_reference_with_cache_positions(tp_size, cuts):
     expected = reference(SINKING, TOKENS)
     for logits in run_on_threads(tp_size, sinking_logits, cuts):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_sinks_are_kept_while_the_window_goes_round():
+def test_sink_blocks_are_kept_while_the_window_slides():
     pool = BlockPool(40, 2)
     kv_group = KVGroupBlocks(pool, window=6, step_tokens=4, n_sinks=3)
     table = kv_group.prefix([])
@@ -115,8 +115,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_folder(tmp_path_factory.mktemp("sinks") / "model")
 
 
-def test_a_text_goes_on_beyond_the_context(folder):
-    """Five contexts on, in as few blocks as at the beginning; without sinks it is refused."""
+def test_generation_with_sinks_continues_beyond_the_context(folder):
+    """The answer exceeds four contexts of 64 tokens; without sinks the request is refused."""
     params = SamplingParams(max_tokens=300, ignore_eos=True)
     options = {"dtype": "float64", "max_seq_len": 64, "kv_cache_bytes": 1 << 22, "block_size": 4}
     with LLM(str(folder), **options) as bounded, pytest.raises(UsageError, match="context"):
@@ -128,7 +128,7 @@ def test_a_text_goes_on_beyond_the_context(folder):
         assert both[0].tokens == one.tokens
 
 
-def test_what_cannot_go_on_without_end_is_refused():
+def test_unsupported_attention_sinks_are_refused():
     hybrid = replace(ARGS, sliding_window=5, full_layers=(0,))
     with pytest.raises(UsageError, match="attention_sinks=4: some layers attend to all keys"):
         with_sinks(hybrid, 4, 2048)

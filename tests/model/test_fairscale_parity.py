@@ -58,7 +58,7 @@ def even_range(comm: Communicator, size: int) -> range:
 
 
 def uneven_range(comm: Communicator, size: int) -> range:
-    """Rank 0 holds what the others, with 5 each, leave."""
+    """Every other rank holds 5, and rank 0 holds the rest."""
     borders = [0, *(size - 5 * (comm.size - rank) for rank in range(1, comm.size)), size]
     return range(borders[comm.rank], borders[comm.rank + 1])
 
@@ -86,7 +86,7 @@ def run_column_parallel(comm: Communicator, has_bias: bool) -> Pair:
 
 
 def run_row_parallel(comm: Communicator, has_bias: bool, cut: Cut) -> Pair:
-    """Ours cut as asked; fairscale's cut evenly, as it must be. The sums are over the same."""
+    """Our layer is cut by `cut`, fairscale's evenly, as it must be; both sum the same inputs."""
     weight, bias = random(DIM, FFN_DIM, seed=4), random(DIM, seed=5)
     x = random(N_TOKENS, FFN_DIM, seed=6)
     own, even = cut(comm, FFN_DIM), even_range(comm, FFN_DIM)
@@ -116,24 +116,24 @@ def run_embedding(comm: Communicator, cut: Cut) -> Pair:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_our_column_parallel_linear_is_fairscales(on_each_rank, has_bias):
+def test_column_parallel_linear_matches_fairscale(on_each_rank, has_bias):
     assert_same(on_each_rank(run_column_parallel, has_bias))
 
 
 @pytest.mark.parametrize("cut", [even_range, uneven_range])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_our_row_parallel_linear_is_fairscales(on_each_rank, has_bias, cut):
+def test_row_parallel_linear_matches_fairscale(on_each_rank, has_bias, cut):
     """A bias added before the reduce would count once per rank."""
     assert_same(on_each_rank(run_row_parallel, has_bias, cut))
 
 
 @pytest.mark.parametrize("cut", [even_range, uneven_range])
-def test_our_vocabulary_parallel_embedding_is_fairscales(on_each_rank, cut):
+def test_vocab_parallel_embedding_matches_fairscale(on_each_rank, cut):
     assert_same(on_each_rank(run_embedding, cut))
 
 
 def test_layers_on_the_meta_device_allocate_nothing():
-    """fairscale's at 2 ranks fail there, because they copy from a whole weight on the CPU."""
+    """fairscale's layers fail there at 2 ranks: they copy from a whole weight on the CPU."""
     layer = layers.ColumnParallelLinear(
         DIM, range(5), Backend(Solo(), OPS, torch.float64), bias=True
     )

@@ -23,7 +23,7 @@ def weight(values: Tensor) -> DenseWeight:
     return own
 
 
-def test_weights_are_the_same_after_the_move_and_share_what_they_shared():
+def test_moved_weights_keep_values_strides_and_shared_memory():
     whole = weight(torch.randn(6, 5))
     part = weight(whole.values[2:4])
     turned = weight(torch.randn(3, 7).t())
@@ -32,7 +32,7 @@ def test_weights_are_the_same_after_the_move_and_share_what_they_shared():
     moved = [whole, part, turned, small, wide, none]
     before = [(w.values.clone(), w.values.stride(), w.values.data_ptr()) for w in moved]
     pages = HugePages([each.values for each in moved])
-    pages.move(moved[:4])  # some of them, and later the others
+    pages.move(moved[:4])  # the weights may move in several calls
     pages.move(moved[4:])
     for own, (content, stride, address) in zip(moved, before, strict=True):
         assert torch.equal(own.values, content) and own.values.stride() == stride
@@ -43,7 +43,7 @@ def test_weights_are_the_same_after_the_move_and_share_what_they_shared():
     assert all(start % 64 == 0 for start in starts) and starts[-1] - starts[0] < 1024
 
 
-def test_nothing_to_move_is_no_trouble():
+def test_empty_weights_and_empty_lists_can_be_moved():
     none = weight(torch.empty(0, 4))
     HugePages([none.values]).move([none])
     HugePages([]).move([])

@@ -18,7 +18,7 @@ TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
 
 @pytest.mark.parametrize("name", KV_DTYPES)
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_a_cache_takes_the_bytes_that_the_plan_counts(name, tp_size):
+def test_cache_size_matches_planned_bytes(name, tp_size):
     form = kv_format(name, "float32")
     for shard in make_plan(ARGS, tp_size).shards:
         cache = KVCache(ARGS, shard, 2, 10, 4, form=form, device=torch.device("cpu"))
@@ -26,7 +26,7 @@ def test_a_cache_takes_the_bytes_that_the_plan_counts(name, tp_size):
         assert cache.k.nbytes + cache.v.nbytes == 10 * 4 * per_token
 
 
-def test_positions_lie_where_the_block_table_says():
+def test_block_table_maps_positions_to_slots():
     assert slots_of(TABLE, 4, range(7, 10)) == [35, 8, 9]
 
 
@@ -37,7 +37,7 @@ def test_slices_hold_the_slots_of_all_positions_in_order():
         assert slots_in(slices) == slots_of(TABLE, 4, positions)
 
 
-def test_a_part_of_slices_is_that_part_of_their_slots():
+def test_part_of_slices_selects_the_same_part_of_their_slots():
     slices = slices_of(TABLE, 4, range(1, 19))
     for start, stop in combinations_with_replacement(range(19), 2):
         assert slots_in(part_of(slices, range(start, stop))) == slots_in(slices)[start:stop]

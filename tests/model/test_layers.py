@@ -18,7 +18,7 @@ BACKEND = Backend(Solo(), TorchOps(), torch.float64)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias):
+def test_concat_outputs_fuses_layers_and_makes_them_views(bias):
     layers = [ColumnParallelLinear(6, range(rows), BACKEND, bias=bias) for rows in (4, 0, 3)]
     for layer in layers:
         for weight in (layer.weight, layer.bias):
@@ -33,7 +33,7 @@ def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_the_norm_of_a_sum_keeps_the_sum(kind):
+def test_add_and_norm_stores_the_sum_and_returns_its_norm(kind):
     dtype = torch.float64
     norm = (
         RMSNorm(6, 1e-5, BACKEND, 1.0) if kind == "rms" else LayerNorm(6, 1e-5, BACKEND, bias=False)

@@ -79,7 +79,7 @@ def logits_of(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_merged_weights_on_any_number_of_ranks(name, tmp_path):
+def test_logits_match_merged_weights_on_any_number_of_ranks(name, tmp_path):
     """In float64 at 1e-10; with exact sums the bits are equal as well."""
     base = write_hf(MODELS[name], tmp_path / "hf")
     modules = [*{name.rsplit(".", 2)[1] for name in load_file(base / "model.safetensors")}]
@@ -162,8 +162,8 @@ def decoded(comm: Communicator, base: Path, folders: Sequence[Path], exact: bool
 
 
 @pytest.mark.parametrize("name", ["9/3", "gemma3", "shared expert"])
-def test_a_recorded_step_gives_what_its_operators_give(name, tmp_path):
-    """Bit for bit; with exact sums the bits are equal on any number of ranks."""
+def test_recorded_step_is_bitwise_equal_to_its_operators(name, tmp_path):
+    """With exact sums, the bits are also equal on any number of ranks."""
     base = write_hf(MODELS[name], tmp_path / "hf")
     modules = [*{name.rsplit(".", 2)[1] for name in load_file(base / "model.safetensors")}]
     targets: object = [each for each in modules if re.search("proj", each)]
@@ -192,8 +192,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ("dtype", "quant"),
     [("float32", "none"), ("bfloat16", "none"), *(("float32", q) for q in ("int8", "int4", "fp8"))],
 )
-def test_every_format_of_the_base_gets_the_same_sums(wide, dtype, quant):
-    """The low-rank part is computed in the dtype of computation, whatever the base is stored in."""
+def test_adapter_sums_match_float64_for_every_base_format(wide, dtype, quant):
+    """The low-rank part is computed in the computation dtype, whatever the format of the base."""
     base, adapter = wide
     files = find_model(str(base))
     args = load_model_args(files)
@@ -218,8 +218,8 @@ def test_every_format_of_the_base_gets_the_same_sums(wide, dtype, quant):
             torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_has_the_bits_that_it_has_alone(wide):
-    """Few and many rows of an adapter, beside rows of another one and rows without one."""
+def test_rows_are_bitwise_equal_alone_and_in_batch(wide):
+    """Few and many rows of an adapter, beside rows of another adapter and rows without adapter."""
     base, adapter = wide
     other = write_adapter(
         base.parent / "other", base, r".*\.[qo]_proj", lambda _: 5, seed=6,

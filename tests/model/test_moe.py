@@ -65,7 +65,7 @@ def logits_and_collectives(
         (8, 5, "mixed"),
     ],
 )
-def test_logits_equal_transformers_wherever_the_experts_lie(
+def test_logits_equal_transformers_for_any_expert_placement(
     folder, expected, tp_size, ranks_per_expert, kind
 ):
     cut = {"ranks_per_expert": ranks_per_expert}
@@ -93,7 +93,7 @@ def test_a_rank_may_hold_no_channel_of_any_expert(tmp_path):
 
 
 @pytest.mark.parametrize("ranks_per_expert", [1, 2])
-def test_logits_on_processes_equal_transformers_wherever_the_experts_lie(
+def test_logits_on_processes_equal_transformers_for_any_placement(
     ranks, folder, expected, ranks_per_expert
 ):
     cut = {"ranks_per_expert": ranks_per_expert}
@@ -102,7 +102,7 @@ def test_logits_on_processes_equal_transformers_wherever_the_experts_lie(
 
 
 @pytest.mark.parametrize("ranks_per_expert", [1, 2, 3])
-def test_experts_cost_no_collective_beyond_those_of_a_dense_model(folder, ranks_per_expert):
+def test_experts_need_no_extra_collectives(folder, ranks_per_expert):
     cut = {"ranks_per_expert": ranks_per_expert}
     for _, _, counts in run_on_threads(3, logits_and_collectives, folder, cut):
         assert counts["all_reduce"] == 4 * (2 * TINY.n_layers + 1)  # four pieces
@@ -125,7 +125,7 @@ def routed(ops: TorchOps, scores: Tensor, n_active: int, *, normed: bool) -> tup
 
 
 @every_ops
-def test_equally_good_experts_are_taken_by_their_number(ops):
+def test_ties_choose_the_expert_with_lowest_number(ops):
     scores = torch.tensor([[1.0, 3, 2, 3, 3], [0, 0, 0, 0, 0], [2, 1, 2, 9, 2]], dtype=FLOAT64)
     routing_weights, experts = routed(ops, scores, 2, normed=True)
     assert experts.tolist() == [[1, 3], [0, 1], [3, 0]]
@@ -135,7 +135,7 @@ def test_equally_good_experts_are_taken_by_their_number(ops):
 @every_ops
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("n_experts", [3, 7, 40])
-def test_shares_are_the_softmax_over_all_experts(ops, normed, n_experts):
+def test_routing_weights_are_softmax_of_expert_scores(ops, normed, n_experts):
     scores = 9 * torch.randn(50, n_experts, dtype=FLOAT64) - 20
     routing_weights, experts = routed(ops, scores, 3, normed=normed)
     expected, indices = scores.softmax(-1).topk(3)
@@ -149,8 +149,8 @@ def test_shares_are_the_softmax_over_all_experts(ops, normed, n_experts):
 @every_ops
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
-def test_sigmoids_with_a_bias_choose_experts_of_the_best_groups(ops, normed, groups):
-    """The bias is for the choice only, and no sum of two groups is equal to another's."""
+def test_biased_sigmoid_routing_chooses_from_the_best_groups(ops, normed, groups):
+    """The bias affects only the choice; no two groups have equal sums."""
     x, gate = torch.randn(50, 13, dtype=FLOAT64), torch.randn(12, 13, dtype=FLOAT64)
     bias = torch.randn(12, dtype=FLOAT64)
     routing_weights, experts = ops.sigmoid_route(x, gate, bias, 3, groups, 1.7, normed=normed)
@@ -168,8 +168,8 @@ def test_sigmoids_with_a_bias_choose_experts_of_the_best_groups(ops, normed, gro
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
-def test_the_experts_and_weights_of_a_token_have_the_same_bits_in_any_batch(groups, has_bias):
-    """torch's sigmoid gave other last bits at the end of a tensor."""
+def test_sigmoid_routing_is_bitwise_equal_alone_and_in_batch(groups, has_bias):
+    """Regression: torch's sigmoid gave different last bits at the end of a tensor."""
     ops = CPUOps(torch.float32, 4, {1})
     x, gate, bias = torch.randn(37, 13), torch.randn(12, 13), torch.randn(12)
     more = (gate, bias if has_bias else None, 3, groups, 1.7)
@@ -183,8 +183,8 @@ def test_the_experts_and_weights_of_a_token_have_the_same_bits_in_any_batch(grou
 
 @every_ops
 @pytest.mark.parametrize("normed", [True, False])
-def test_without_a_bias_the_largest_scores_are_chosen(ops, normed):
-    """Sigmoids of large scores are equal."""
+def test_sigmoid_routing_without_bias_chooses_largest_scores(ops, normed):
+    """Sigmoids of large scores round to equal values."""
     scores = torch.tensor([[50.0, 60, -1, 55], [-3, 0, 2, -2]], dtype=FLOAT64)
     routing_weights, experts = ops.sigmoid_route(
         scores, torch.eye(4, dtype=FLOAT64), None, 2, (1, 1), 1.0, normed=normed
@@ -196,7 +196,7 @@ def test_without_a_bias_the_largest_scores_are_chosen(ops, normed):
 
 @every_ops
 @pytest.mark.parametrize("groups", [(1, 1), (2, 1)])
-def test_equal_choices_are_taken_by_their_number(ops, groups):
+def test_sigmoid_ties_choose_the_expert_with_lowest_number(ops, groups):
     scores = torch.tensor([[1.0, 3, 2, 3, 3, 2], [0, 0, 0, 0, 0, 0]], dtype=FLOAT64)
     eye, bias = torch.eye(6, dtype=FLOAT64), torch.zeros(6, dtype=FLOAT64)
     _, experts = ops.sigmoid_route(scores, eye, bias, 2, groups, 1.0, normed=True)
@@ -206,8 +206,8 @@ def test_equal_choices_are_taken_by_their_number(ops, groups):
 @every_ops
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(ops, normed, bad):
-    """So that the step ends with an error; and its experts are such as there are."""
+def test_invalid_scores_give_nan_weights_and_valid_experts(ops, normed, bad):
+    """NaN makes the step fail with an error; the experts are valid numbers."""
     scores = torch.randn(3, 5, dtype=FLOAT64)
     scores[0, 2] = scores[2] = bad
     routing_weights, experts = routed(ops, scores, 3, normed=normed)
@@ -215,7 +215,7 @@ def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(ops, norm
     assert ((experts >= 0) & (experts < 5)).all()
 
 
-def test_what_experts_give_is_summed_in_float32_at_least():
+def test_bfloat16_expert_outputs_are_summed_in_float32():
     """In bfloat16, 256 + 1 would be 256."""
     zeros = torch.zeros(4, 4, dtype=torch.bfloat16)
     routing_weights, _ = TorchOps().route(zeros[:1], zeros, 3, normed=True)
@@ -226,9 +226,9 @@ def test_what_experts_give_is_summed_in_float32_at_least():
 
 @pytest.fixture(scope="module")
 def tied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model whose routers cannot tell experts 1, 2 and 4 apart, often the second best.
+    """The same model with equal scores for experts 1, 2 and 4, which are often the second best.
 
-    Their scores are one number's multiple: a sum of more may end in other bits in another column.
+    Their gate rows have one nonzero value: sums of several terms may round differently by column.
     """
     copy = tmp_path_factory.mktemp("tied")
     (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -243,7 +243,7 @@ def tied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _Lowest:
-    """torch.topk as we mean it: of equal values the first."""
+    """Replaces torch.topk by one that takes the first of equal values."""
 
     def __enter__(self) -> None:
         self._topk = torch.topk
@@ -256,8 +256,8 @@ class _Lowest:
 
 
 @pytest.mark.parametrize("ranks_per_expert", [1, 2, 3])
-def test_ties_at_the_border_are_broken_alike_on_all_ranks(tied, ranks_per_expert):
-    """Against transformers with a torch.topk that takes the lowest number of equal ones."""
+def test_ties_at_the_top_k_cutoff_are_broken_alike_on_all_ranks(tied, ranks_per_expert):
+    """Compares with transformers, whose torch.topk is patched to take the first of equal values."""
     with _Lowest():
         expected = reference_logits(tied, TOKENS)
     cut = {"ranks_per_expert": ranks_per_expert}
@@ -265,12 +265,12 @@ def test_ties_at_the_border_are_broken_alike_on_all_ranks(tied, ranks_per_expert
         assert_same(logits, expected)
 
 
-# One token among others
+# One token in a batch
 
 
 @every_ops
 @pytest.mark.parametrize("n_tokens", [0, 3, 50])
-def test_each_pair_gets_the_products_of_its_token_with_its_experts_weights(ops, n_tokens):
+def test_routed_linear_multiplies_each_token_by_its_experts(ops, n_tokens):
     """Some of the experts belong to another rank, and one is not chosen."""
     own, n_active = range(1, 5), 3
     experts = torch.randn(n_tokens, 6).topk(n_active).indices
@@ -291,7 +291,7 @@ def test_each_pair_gets_the_products_of_its_token_with_its_experts_weights(ops, 
 
 
 @pytest.mark.parametrize("rows", [3, 40])
-def test_experts_may_be_kept_each_in_a_format_of_its_own(rows):
+def test_each_expert_may_have_its_own_weight_format(rows):
     ops = CPUOps(torch.float32, 4, {1}, matrices=[torch.bfloat16, QuantFormat(8)])
     dense = [DenseWeight((8, 64), dtype=torch.float32, device=torch.device("cpu")) for _ in "ab"]
     dense[0].values, dense[1].values = torch.randn(8, 64), torch.randn(8, 64).to(torch.bfloat16)
@@ -326,8 +326,8 @@ def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
 
 
 @pytest.mark.parametrize("shared", [{}, {"shared_ffn_dim": 43, "shared_gate": True}], ids=str)
-def test_a_token_gets_to_the_last_bit_what_it_gets_alone(shared):
-    """As in a dense layer, as long as no expert has more rows than kernels take."""
+def test_result_of_a_token_is_bitwise_equal_alone_and_in_batch(shared):
+    """True as long as no expert has more rows than kernels take."""
     args = replace(EXPERTS, n_experts=9, n_active_experts=3, **shared)
     layer = a_layer(args, CPUOps(FLOAT64, args.head_dim, {3}))
     x = torch.randn(31, args.dim, dtype=FLOAT64)
@@ -348,7 +348,7 @@ def test_the_experts_of_a_token_do_not_depend_on_the_batch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(12)), (3, range(40, 46))])
-def test_a_request_gets_in_any_mix_what_it_gets_alone(tp_size, seeds):
+def test_request_gives_same_result_alone_and_in_any_mix(tp_size, seeds):
     assert not run_on_threads(tp_size, run_mixes, seeds, EXPERTS)[0]
 
 
@@ -358,6 +358,6 @@ def test_a_request_gets_in_any_mix_what_it_gets_alone(tp_size, seeds):
 @pytest.mark.parametrize(
     ("n_experts", "n_active"), [(-1, 0), (1 << 13, 1), (4, 0), (4, 5), (0, 2), (4, -1)]
 )
-def test_numbers_of_experts_that_no_model_can_have_are_refused(n_experts, n_active):
+def test_impossible_expert_counts_are_refused(n_experts, n_active):
     with pytest.raises(UsageError, match="n_experts"):
         replace(ARGS, n_experts=n_experts, n_active_experts=n_active)

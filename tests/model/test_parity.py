@@ -33,7 +33,7 @@ from parallel_llama.sampling.sampler import sample
 
 N_TOKENS = 40
 NAMES = list(TINY_MODELS)
-# One of every family and kind of scaling: each is a piece of transformers' code.
+# One of every family and kind of scaling, because each has its own code in transformers.
 KINDS = {(tiny.family, tiny.rope["rope_type"]): name for name, tiny in TINY_MODELS.items()}
 SCALED = [name for name in NAMES if TINY_MODELS[name].rope["rope_type"] != "default"]
 BIASED = "10/2 all biases, tied"
@@ -92,7 +92,7 @@ def meta_hf_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in KINDS.values() if name != DYNAMIC])
 def test_the_reference_is_float64_throughout(models, name):
-    """One bare float32 cast left in it would differ by 1e-7 between prefill and decode."""
+    """A float32 cast left in the reference would differ by 1e-7 between prefill and decode."""
     model = models[name]
     by_token = reference_logits_token_by_token(model.folder, model.tokens[:24])
     torch.testing.assert_close(by_token, model.logits[:24], rtol=0, atol=1e-12)
@@ -106,7 +106,7 @@ def test_the_unpatched_reference_is_not_float64(models):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_the_sequence_is_long_enough_to_feel_the_rope_scaling(models, tmp_path, name):
+def test_sequence_is_long_enough_for_rope_scaling_to_matter(models, tmp_path, name):
     model = models[name]
     rope = {"rope_type": "default", "rope_theta": model.tiny.rope["rope_theta"]}
     folder = write_hf(replace(model.tiny, rope=rope), tmp_path, seed=NAMES.index(name))
@@ -130,7 +130,7 @@ def test_logits_on_processes_equal_transformers(ranks, models, tp_size):
 
 
 def in_threads() -> Iterator[Any]:
-    """Sizes beside 1, 2, 3, 5 and 7, which have tests of their own; of 40 heads those at edges."""
+    """Sizes other than 1, 2, 3, 5 and 7, which other tests cover; for 40 heads, only a few."""
     for name in NAMES:
         n_heads = TINY_MODELS[name].n_heads
         sizes = {4, 6, n_heads - 1, n_heads} if n_heads < 13 else {9, 10, 11, 20, 39, 40}
@@ -148,7 +148,7 @@ def test_logits_at_more_sizes_up_to_n_heads_equal_transformers(models, name, tp_
 
 
 @pytest.mark.slow
-def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models):
+def test_logits_match_unpatched_transformers_to_float32_rounding(models):
     for model in models.values():
         runner = load_runner(Solo(), model.folder, N_TOKENS)
         expected = unpatched_logits(model.folder, model.tokens)
@@ -159,10 +159,10 @@ def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models):
 @pytest.mark.parametrize("embeddings_dim", [0, 1])
 @pytest.mark.parametrize("name", META_MODELS)
 @pytest.mark.parametrize("n_files", [1, 2, 4])
-def test_a_meta_folder_equals_its_hf_folder_and_metas_model(
+def test_meta_folder_gives_logits_of_hf_folder_and_metas_model(
     ranks, meta_hf_folders, tmp_path, name, n_files, embeddings_dim
 ):
-    """Meta's model runs at the folder's own model-parallel size; it knows embeddings on dim 0."""
+    """Meta's model runs with a rank per file, and only with embeddings cut along dim 0."""
     tiny, hf_folder = META_MODELS[name], meta_hf_folders[name]
     tokens = some_tokens(N_TOKENS, tiny.vocab_size)
     folder = write_meta(tiny, hf_folder, tmp_path / "meta", n_files, embeddings_dim)
@@ -195,7 +195,7 @@ def some_cuts() -> list[list[int]]:
     ],
 )
 def test_prefill_in_pieces_and_token_by_token_equals_prefill_at_once(models, name, tp_size):
-    """Dynamic scaling included: its base follows from the total length, not from what is there."""
+    """For dynamic scaling, the base follows from the total length, not from the tokens so far."""
     model = models[name]
     results = run_on_threads(tp_size, logits_by_cuts, model.folder, model.tokens, some_cuts())
     for per_rank in results:
@@ -212,8 +212,8 @@ def test_decoding_on_processes_equals_transformers(ranks, models):
 
 @pytest.mark.parametrize("tp_size", [1, 2, 5])
 @pytest.mark.parametrize("name", [BIASED, DYNAMIC])
-def test_a_request_alone_equals_itself_among_strangers(models, name, tp_size):
-    """Prefills and decodes share forwards; dynamic scaling has one base per sequence, not one."""
+def test_request_gives_same_logits_alone_and_in_batch(models, name, tp_size):
+    """Prefills and decodes share forwards; dynamic scaling has one base per sequence."""
     model = models[name]
     prompts = [some_tokens(n, model.tiny.vocab_size, seed=n) for n in (9, 1, 30, 2, 17, 13)]
     expected = [reference_logits(model.folder, prompt) for prompt in prompts]
@@ -244,8 +244,8 @@ def counts_of_a_greedy_step(
 
 @pytest.mark.parametrize("name", KINDS.values())
 @pytest.mark.parametrize("tp_size", [3])
-def test_a_greedy_step_is_2_n_layers_plus_1_all_reduces_and_one_all_gather(models, name, tp_size):
-    """Counted on prefill and decode; a family with parallel blocks has one for each."""
+def test_greedy_step_makes_2_n_layers_plus_1_all_reduces_and_1_all_gather(models, name, tp_size):
+    """Counted in prefill and decode; a family with parallel blocks has 1 all_reduce per layer."""
     model = models[name]
     per_layer = 1 if model.tiny.family == "falcon" else 2
     forward = {"all_reduce": per_layer * model.tiny.n_layers + 1}

@@ -1,4 +1,4 @@
-"""Quantised models: the same logits on any number of ranks."""
+"""Quantised models: logits agree on any number of ranks, and sizes match the plan."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def logits_of(comm, precision, args=ARGS, checkpoint=None):
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4", "fp8"])
-def test_a_precision_says_how_it_was_asked_for(quant):
+def test_precision_keeps_the_requested_quant(quant):
     assert Precision.on("cpu", "float32", quant).quant == quant
 
 
@@ -85,8 +85,8 @@ class Kept:
 
 
 @EACH
-def test_what_is_computed_is_the_model_with_the_weights_that_are_kept(precision):
-    """Products of integers round their inputs to 8 bits, which costs most of the distance."""
+def test_logits_match_float64_model_of_stored_weights(precision):
+    """Integer products round their inputs to 8 bits, which causes most of the error."""
     exact = logits_of(Solo(), Precision.plain("float64"), checkpoint=Kept(precision))
     ours = logits_of(Solo(), precision)
     has_integers = precision.quant.startswith("int")
@@ -95,7 +95,7 @@ def test_what_is_computed_is_the_model_with_the_weights_that_are_kept(precision)
 
 
 @EACH
-def test_every_number_of_ranks_gives_the_same_logits(precision):
+def test_logits_agree_on_every_number_of_ranks(precision):
     whole = logits_of(Solo(), precision)
     for tp_size in (2, 3, 5, 7, 9):
         parts = run_on_threads(tp_size, logits_of, precision)
@@ -105,7 +105,7 @@ def test_every_number_of_ranks_gives_the_same_logits(precision):
 
 
 @EACH
-def test_a_decoded_row_is_the_same_in_any_batch(precision):
+def test_decoded_row_is_bitwise_equal_alone_and_in_batch(precision):
     runner = runner_of(Solo(), precision)
     prompts = [TOKENS[:length] for length in (15, 4, 9, 1, 12)]
 
@@ -127,7 +127,7 @@ def test_a_decoded_row_is_the_same_in_any_batch(precision):
 
 
 @EACH
-def test_what_is_read_has_the_bytes_that_the_plan_promises(precision):
+def test_loaded_bytes_match_the_plan(precision):
     for tp_size in (1, 2, 5, 9):
         for shard in make_plan(ARGS, tp_size, quant_group_size=precision.quant_group_size).shards:
             counts = []
@@ -148,8 +148,8 @@ SHARED = replace(
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_a_shared_expert_and_layers_without_experts_are_quantised_too(quant):
-    """The gate is not: it decides like a router, with one row."""
+def test_shared_expert_and_dense_layers_are_quantised(quant):
+    """The gate of the shared expert is not quantised: it decides like a router, with one row."""
     precision = PRECISIONS[quant]
     exact = logits_of(Solo(), Precision.plain("float64"), SHARED, Kept(precision, SHARED))
     ours = torch.cat(run_on_threads(3, logits_of, precision, SHARED), 1)
@@ -159,21 +159,21 @@ def test_a_shared_expert_and_layers_without_experts_are_quantised_too(quant):
     assert sum(counts) == weight_bytes(shard, values_by_form(SHARED, precision))
 
 
-def test_the_bias_of_a_router_keeps_32_bits():
-    """Rounded to bfloat16, it would choose other experts on a GPU."""
+def test_router_bias_is_kept_in_float32_or_wider():
+    """A bias that is rounded to bfloat16 would choose other experts on a GPU."""
     name = "layers.0.feed_forward.gate.bias"
     for computed in ("float64", "float32", "bfloat16"):
         form = Precision.on("cuda", computed).form_of("vector", name)
         assert form.dtype == ("float64" if computed == "float64" else "float32")
 
 
-def test_a_shared_expert_whose_channels_are_no_whole_groups_is_not_quantised():
+def test_shared_or_dense_width_that_splits_a_group_is_refused():
     for name in ("shared_ffn_dim", "dense_ffn_dim"):
         with pytest.raises(UsageError, match=f"{name}=200 is not a multiple of the 32"):
             make_precision(replace(SHARED, **{name: 200}), "float32", "cpu", "int4")
 
 
-# Blocks of 256 that ranks cut inside, and queries, keys and values in two formats.
+# Ranks cut inside blocks of 256, and queries, keys and values have two formats.
 WIDE = ModelArgs(
     dim=256, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=32, ffn_dim=768, vocab_size=101
 )
@@ -214,7 +214,7 @@ def in_blocks(values, form):
 
 
 class StoredInBlocks(Kept):
-    """The weights as in a file whose blocks are used as they are."""
+    """The weights as in a file whose blocks are used unchanged."""
 
     def _whole(self, param, form):
         return in_blocks(self._source.read(param, range(param.shape[param.dim])), form)
@@ -233,7 +233,7 @@ class StoredInBlocks(Kept):
 
 
 @pytest.mark.slow
-def test_stored_blocks_give_the_same_logits_on_every_number_of_ranks():
+def test_logits_of_stored_blocks_agree_on_every_number_of_ranks():
     precision = make_precision(WIDE, "float32", "cpu", "stored", STORED)
     stored = StoredInBlocks(precision, WIDE)
     exact = logits_of(Solo(), Precision.plain("float64"), WIDE, stored)
@@ -245,7 +245,7 @@ def test_stored_blocks_give_the_same_logits_on_every_number_of_ranks():
         assert torch.equal(logits.argmax(1), whole.argmax(1))
 
 
-def test_what_cannot_be_quantised_is_refused_with_the_remedy():
+def test_unsupported_quantisation_is_refused_with_a_remedy():
     with pytest.raises(UsageError, match=r"head_dim=16 is not a multiple of the 32.*bfloat16"):
         make_precision(replace(ARGS, head_dim=16), "float32", "cpu", "int8")
     with pytest.raises(UsageError, match=r"quant='int3': use one of none, int8, int4"):
@@ -255,8 +255,8 @@ def test_what_cannot_be_quantised_is_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_quantised_weights_stay_on_their_device_in_what_it_computes(name):
-    """On the meta device, which refuses to meet another."""
+def test_quantised_model_keeps_its_device_and_dtype(name):
+    """On the meta device, whose tensors cannot be combined with those of another device."""
     meta, precision = torch.device("meta"), make_precision(ARGS, "bfloat16", "cuda", name)
     assert precision.computed == "bfloat16"
     comm, plan = Solo(), make_plan(ARGS, 1, quant_group_size=precision.quant_group_size)

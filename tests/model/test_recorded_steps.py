@@ -57,9 +57,9 @@ NOT_CARRIED = {
 
 
 class Both:
-    """Every step by a program where it can be and once more by its operators, on the same cache.
+    """Runs every step as a recorded step if possible, then by its operators, on the same cache.
 
-    It takes the place of the runner's programs.
+    Replaces the runner's recorded steps.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -78,13 +78,13 @@ class Both:
         return hidden
 
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
-        """In the place of `ModelRunner.forward`."""
+        """Replaces `ModelRunner.forward`."""
         hidden, expected = self._both_ways(lambda: ModelRunner.forward(self.runner, chunks, rows))
         assert torch.equal(hidden, expected)
         return hidden
 
     def step(self, *arguments: Any) -> tuple[Logits, Tensor]:
-        """In the place of `ModelRunner.step`."""
+        """Replaces `ModelRunner.step`."""
 
         def values() -> tuple[Logits, Tensor]:
             logits, hidden = ModelRunner.step(self.runner, *arguments)
@@ -110,7 +110,7 @@ class Both:
 
 
 def both_of(runner: ModelRunner) -> Both:
-    """From here on, until it gets new caches, the runner does every step both ways."""
+    """Makes the runner run every step both ways, until the runner gets new caches."""
     both = Both(runner)
     runner._calls, runner.forward, runner.step = both, both.forward, both.step
     return both
@@ -126,7 +126,7 @@ def run_both_ways(
     seeds: range,
     kv_format: KVFormat | None = None,
 ) -> int:
-    """Mixes of requests, each step both ways. Returns: how many steps were a program."""
+    """Runs mixes of requests, each step both ways. Returns: the number of recorded steps."""
     runner = make_runner(comm, args, kv_format)
     n_recorded = 0
     for seed in seeds:
@@ -142,19 +142,19 @@ def run_both_ways(
     "name",
     [pytest.param(n, marks=() if n in ("llama", "mixtral") else pytest.mark.slow) for n in CARRIED],
 )
-def test_a_step_gives_what_its_operators_give_in_any_mix(name):
-    """Batches grow and shrink; requests are preempted, find prefixes, and are given drafts."""
+def test_recorded_step_is_bitwise_equal_to_its_operators(name):
+    """Batches grow and shrink; requests are preempted, hit the prefix cache, and have drafts."""
     assert run_both_ways(Solo(), CARRIED[name], range(4)) > 50
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "fp8"])
-def test_a_step_gives_what_its_operators_give_where_keys_and_values_are_narrow(kind):
+def test_recorded_step_with_narrow_kv_cache_is_bitwise_equal(kind):
     assert run_both_ways(Solo(), ARGS, range(2), KVFormat(kind)) > 20
 
 
 @pytest.mark.parametrize("tp_size", [3, 7])
-def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
-    """Threads have no memory that is shared as processes share it, so Python sums."""
+def test_recorded_steps_are_bitwise_equal_on_thread_ranks(tp_size):
+    """Threads have no shared memory segment, so all_reduce is a host call of the recorded step."""
     for n_recorded in run_on_threads(tp_size, run_both_ways, ARGS, range(2)):
         assert n_recorded > 20
 
@@ -162,19 +162,19 @@ def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
 @pytest.mark.parametrize(
     ("name", "tp_size"), [("biases everywhere", 2), ("qwen2_moe", 3), ("norms across heads", 3)]
 )
-def test_ranks_sum_within_their_programs(ranks, name, tp_size):
+def test_recorded_steps_are_bitwise_equal_on_process_ranks(ranks, name, tp_size):
     for n_recorded in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):
         assert n_recorded > 20
 
 
 @pytest.mark.parametrize("name", NOT_CARRIED)
-def test_what_is_no_kernel_is_run_by_its_operators(name):
+def test_models_that_kernels_do_not_cover_run_unrecorded(name):
     assert run_both_ways(Solo(), NOT_CARRIED[name], range(2)) == 0
     assert why_unrecorded(NOT_CARRIED[name], 1, "cpu") is not None
 
 
 def decode_steps(runner: ModelRunner, n_sequences: int, n_tokens: int, block_size: int) -> int:
-    """Sequences side by side, a token each step, in scattered blocks, each step both ways."""
+    """Decodes sequences in scattered blocks, each step both ways. Returns: the recorded steps."""
     n_blocks = -(-n_tokens // block_size)
     runner.reserve([n_sequences * n_blocks], block_size)
     both = both_of(runner)
@@ -193,31 +193,31 @@ def decode_steps(runner: ModelRunner, n_sequences: int, n_tokens: int, block_siz
 
 
 @pytest.mark.parametrize("n_sequences", [1, 2, 7, 31, 32])
-def test_any_number_of_rows_is_a_program_of_its_own(n_sequences):
+def test_steps_with_up_to_32_rows_are_recorded(n_sequences):
     assert decode_steps(make_runner(Solo()), n_sequences, 5, 2) == 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_weights_of_any_format_are_read_within_a_program(name):
+def test_recorded_steps_accept_weights_of_any_format(name):
     args = replace(KEPT_ARGS, attention_bias=True, qk_norm=True)
     runner = runner_of(Solo(), PRECISIONS[name], args)
     assert decode_steps(runner, 3, 4, 2) == 4
 
 
-def test_many_rows_are_run_by_operators():
+def test_steps_with_more_than_32_rows_are_not_recorded():
     assert decode_steps(make_runner(Solo()), 33, 2, 2) == 0
 
 
-def test_a_context_may_outgrow_the_room_that_a_program_has(monkeypatch):
-    """Keys, and ranges of slots: each block is a range of its own here."""
+def test_context_may_outgrow_the_buffers_of_a_recorded_step(monkeypatch):
+    """Buffers for keys and for ranges of slots: here each block is a range of its own."""
     monkeypatch.setattr("parallel_llama.ops.cpu.attention_plan._LEAST_KEYS", 2)
     monkeypatch.setattr("parallel_llama.ops.cpu.attention_plan._LEAST_RANGES", 1)
     assert decode_steps(make_runner(Solo()), 3, 40, 1) == 40
 
 
-def test_a_new_cache_has_new_programs():
-    """A program of the cache before would write into memory that is another's by now."""
+def test_new_cache_records_new_steps():
+    """A step recorded for the previous cache would write into memory with a new owner."""
     runner = make_runner(Solo())
     for n_blocks in (4, 8, 2):
         runner.reserve([n_blocks], 4)
@@ -227,7 +227,7 @@ def test_a_new_cache_has_new_programs():
         assert both.n_recorded == 8
 
 
-def test_what_a_step_gave_stays_when_the_next_is_run():
+def test_result_of_a_step_is_not_overwritten_by_the_next():
     runner = make_runner(Solo())
     runner.reserve([1], 16)
     first = runner.forward([Chunk([3], 0, [[0]], 1)])

@@ -45,8 +45,8 @@ SCALINGS = {
 
 @pytest.mark.parametrize("total_len", [100, 128, 200])
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_frequencies_are_those_of_transformers(kind, total_len):
-    """transformers computes them in float32, so they agree to a few units in its last place."""
+def test_frequencies_match_transformers(kind, total_len):
+    """transformers computes frequencies in float32, so a few units in the last place differ."""
     scaling, keys = SCALINGS[kind]
     config = LlamaConfig(
         hidden_size=128,
@@ -60,14 +60,14 @@ def test_frequencies_are_those_of_transformers(kind, total_len):
     assert factor == pytest.approx(their_factor, rel=1e-12)
 
 
-def test_dynamic_scaling_leaves_sequences_within_the_trained_context_alone():
+def test_dynamic_scaling_does_not_apply_within_trained_context():
     dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0))
     assert torch.equal(frequencies(dynamic, 128)[0], frequencies(ARGS, 128)[0])
     assert not torch.equal(frequencies(dynamic, 129)[0], frequencies(ARGS, 129)[0])
 
 
-def test_factors_divide_each_frequency_by_its_own_number():
-    """A GGUF file carries Llama 3.1's scaling as the factors that it comes to."""
+def test_factors_divide_each_frequency_individually():
+    """A GGUF file stores Llama 3.1's scaling as one factor per frequency."""
     base, _ = frequencies(ARGS, 1)
     scaled, _ = frequencies(replace(ARGS, rope_scaling=LLAMA3), 1)
     factors = RopeScaling("factors", factors=tuple((base / scaled).tolist()))
@@ -82,7 +82,7 @@ def turned(x: Tensor, position: int) -> Tensor:
     return x[0, 0]
 
 
-def test_a_rotation_depends_on_the_distance_of_two_positions_alone():
+def test_score_depends_only_on_distance_between_positions():
     q, k = torch.randn(2, 64, dtype=torch.float64)
 
     def product(at: int, seen: int) -> float:
@@ -92,8 +92,8 @@ def test_a_rotation_depends_on_the_distance_of_two_positions_alone():
     assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-3)
 
 
-def test_the_halves_of_a_head_become_its_pairs():
-    """Row 3 of a head in a checkpoint turns with row 35; they become 6 and 7."""
+def test_half_split_rows_are_reordered_into_rotary_pairs():
+    """Rows 3 and 35 of a head in a checkpoint rotate together and become rows 6 and 7."""
     rows = torch.zeros(2 * 64, dtype=torch.float64)
     rows[64 + 3] = 1.0
     x = reordered(rows, 64, "interleaved")[64:]
@@ -106,7 +106,7 @@ def test_the_halves_of_a_head_become_its_pairs():
     assert turned(reordered(rows, 64, "interleaved")[64:], 2)[6] == pytest.approx(-math.sin(angle))
 
 
-def test_half_types_are_rotated_in_float32_and_in_place():
+def test_bfloat16_is_rotated_in_float32_and_in_place():
     x = torch.randn(3, 4, 64).to(torch.bfloat16)
     tables = RotaryTables(ARGS, dtype=torch.bfloat16, device=torch.device("cpu"))
     own = torch.from_numpy(tables.rows(range(5, 8), 9))
@@ -118,7 +118,7 @@ def test_half_types_are_rotated_in_float32_and_in_place():
     assert torch.equal(part, wide.to(torch.bfloat16))
 
 
-def test_tables_grow_and_keep_one_base_per_length_where_scaling_is_dynamic():
+def test_growing_tables_keep_the_rotations_of_each_length():
     dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0))
     for args in (ARGS, dynamic):
         tables = RotaryTables(args, dtype=torch.float64, device=torch.device("cpu"))
@@ -128,8 +128,8 @@ def test_tables_grow_and_keep_one_base_per_length_where_scaling_is_dynamic():
                 assert torch.equal(own, rotations(args, positions, n_prompt))
 
 
-def test_with_dynamic_scaling_each_token_behind_the_prompt_has_the_base_of_its_own_length():
-    """The base went by the longest that a sequence might become, and max_tokens changed tokens."""
+def test_dynamic_scaling_uses_each_decoded_tokens_own_length():
+    """Regression: the base followed from the maximum length, so max_tokens changed the output."""
     args = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0))  # trained for 128
     tables = RotaryTables(args, dtype=torch.float64, device=torch.device("cpu"))
     for n_prompt in (1, 100, 128, 129, 150):

@@ -1,4 +1,4 @@
-"""A KV cache that is sharded by token gives the logits of one that is not."""
+"""A KV cache that is sharded by token gives the same logits as an unsharded cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,8 +76,8 @@ MQA = replace(ARGS, n_kv_heads=1)
 
 
 @pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(4)), (5, range(10, 13))])
-def test_a_request_gets_in_any_mix_what_it_gets_alone_on_one_rank(tp_size, seeds):
-    """Preempted, from the prefix cache, in chunks and with guesses, as anywhere."""
+def test_request_in_any_mix_matches_request_alone_on_one_rank(tp_size, seeds):
+    """With preemption, prefix cache hits, chunked prefill and draft tokens."""
     assert not run_on_threads(tp_size, run_mixes, seeds, MQA, None, "sequence")[0]
 
 
@@ -93,13 +93,13 @@ def int8_logits(comm: Communicator, kv_split: KVSplit) -> Tensor:
 
 
 @pytest.mark.parametrize("tp_size", [2, 3])
-def test_keys_of_int8_are_the_same_wherever_they_are_kept(tp_size):
+def test_int8_logits_match_for_kv_sharded_by_head_and_by_token(tp_size):
     (expected, *_) = run_on_threads(tp_size, int8_logits, "heads")
     for logits in run_on_threads(tp_size, int8_logits, "sequence"):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-def test_a_rank_keeps_its_part_of_the_blocks_and_one_more(tmp_path):
+def test_each_rank_stores_its_part_of_the_blocks_plus_one(tmp_path):
     folder = write_hf(TINY_MODELS["7/1 llama3"], tmp_path)
 
     def kept(comm: ThreadComm) -> int:
@@ -118,7 +118,7 @@ def counts_of_a_step(comm: ThreadComm, folder: Path) -> dict[str, int]:
     return dict(comm.counts)
 
 
-def test_a_layer_takes_two_all_gathers_more(tmp_path):
+def test_sequence_sharding_adds_two_all_gathers_per_layer(tmp_path):
     tiny = TINY_MODELS["7/1 llama3"]
     folder = write_hf(tiny, tmp_path)
     expected = {"all_reduce": 2 * tiny.n_layers + 1, "all_gather": 2 * tiny.n_layers}

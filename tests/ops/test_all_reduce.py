@@ -22,7 +22,7 @@ from parallel_llama.parallel.wait_policy import WaitPolicy
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
-# The last is larger than what a kernel sums.
+# The last size is larger than a kernel sums.
 SIZES = 1, 15, 16, 576, 1001, SHARED_SUM_BYTES // 8 - 1, SHARED_SUM_BYTES // 4
 
 
@@ -54,7 +54,7 @@ def sum_in_turns(
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_a_kernel_sums_as_python_does_to_the_last_bit(ranks, tp_size, dtype):
+def test_kernel_sum_is_bitwise_equal_to_python_sum(ranks, tp_size, dtype):
     """All, some or no ranks sum in Python, and some are so late that kernels stop spinning."""
     pool = ranks(tp_size)
     (expected, *others) = pool.run(sum_in_turns, dtype, set(range(tp_size)), 0.0)
@@ -80,7 +80,7 @@ def many_turns(comm: Communicator) -> bool:
 
 
 @pytest.mark.parametrize("tp_size", [2, 3])
-def test_turns_back_to_back_do_not_mix(ranks, tp_size):
+def test_back_to_back_exchanges_do_not_mix(ranks, tp_size):
     assert all(ranks(tp_size).run(many_turns))
 
 
@@ -104,8 +104,8 @@ def wait_for_rank_1(comm: Communicator, policy: WaitPolicy) -> tuple[float, floa
     return waited_s, used_s, x[0].tolist()
 
 
-def test_a_wait_that_sleeps_uses_little_cpu_time(ranks):
-    """So that a wait does not use up the CPU quota of a container."""
+def test_sleeping_wait_uses_little_cpu_time(ranks):
+    """Spinning would use up the CPU quota of a container."""
     (waited_s, used_s, total), (*_, other) = ranks(2).run(wait_for_rank_1, WaitPolicy.SLEEP)
     assert total == other == [3.0] * 40
     assert waited_s > 20 * 0.01 and used_s < waited_s / 4
@@ -145,7 +145,7 @@ def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "rank"), [(3, 1), (2, 0)])
-def test_a_rank_that_dies_within_a_program_is_named_by_all_others(size, rank):
+def test_other_ranks_name_a_rank_that_dies_during_replay(size, rank):
     with Ranks(size, shared_memory=True) as pool:
         for other, outcome in enumerate(pool.outcomes(fault, rank, signal.SIGKILL)):
             if other != rank:
@@ -155,7 +155,7 @@ def test_a_rank_that_dies_within_a_program_is_named_by_all_others(size, rank):
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_within_a_program_is_named_after_the_timeout():
+def test_rank_stopped_during_replay_is_named_after_timeout():
     with Ranks(2, shared_memory=True) as pool:
         pool.run(many_turns)  # so that all kernels are compiled
         waited_s, message = pool.outcomes(fault, 1, signal.SIGSTOP, lost=[1])[0]
@@ -178,7 +178,7 @@ def go_different_ways(comm: Communicator) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_whose_programs_differ_are_told_so():
+def test_ranks_with_different_recordings_report_the_mismatch():
     with Ranks(2, shared_memory=True) as pool:
         first, second = pool.run(go_different_ways)
     assert "rank 1 is in all_reduce of 11 values" in first
@@ -214,7 +214,7 @@ def interrupt_the_wait(comm: Communicator) -> tuple[float, str]:
 
 
 @pytest.mark.slow
-def test_a_program_that_waits_can_be_interrupted_and_the_group_is_not_used_after_it():
+def test_interrupted_replay_ends_soon_and_later_collectives_fail():
     with Ranks(2, shared_memory=True) as pool:
         waited_s, message = pool.run(interrupt_the_wait)[0]
     assert waited_s < SOON_S

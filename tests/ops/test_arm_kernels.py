@@ -51,12 +51,12 @@ def assembly(monkeypatch):
 
 
 @FORMS
-def test_groups_are_multiplied_in_one_instruction_where_there_is_one(assembly, form):
+def test_quant_gemm_uses_usdot_if_available(assembly, form):
     assert "usdot" in assembly(lambda: QuantGemmKernel(form, WITH_USDOT))[-1]
 
 
 @FORMS
-def test_groups_are_multiplied_without_it_too(assembly, form):
+def test_quant_gemm_uses_mla_without_usdot(assembly, form):
     text = assembly(lambda: QuantGemmKernel(form, PLAIN_ARM))[-1]
     assert "usdot" not in text and "mla" in text
 
@@ -74,5 +74,5 @@ def test_groups_are_multiplied_without_it_too(assembly, form):
     ],
     ids=["gemv", "gemv of bfloat16", "gemm", "attention", "low rank", "norm", "lookup"],
 )
-def test_numbers_are_in_vectors(assembly, kernel):
+def test_kernels_use_vector_instructions(assembly, kernel):
     assert ".4s" in assembly(kernel)[-1]

@@ -18,14 +18,14 @@ def chosen(dtype: torch.dtype, device: torch.device) -> type[TorchOps]:
     return type(choose_ops(dtype, device, 16, {3}))
 
 
-def test_kernels_are_chosen_for_the_types_they_compute_in():
+def test_kernels_are_chosen_for_supported_dtypes():
     assert {chosen(dtype, CPU) for dtype in (torch.float32, torch.float64)} == {CPUOps}
     assert {chosen(dtype, CPU) for dtype in HALVES} == {TorchOps}
     assert chosen(torch.float64, CUDA) is TorchOps
 
 
-def test_a_cuda_device_has_kernels_where_triton_can_launch_them(monkeypatch):
-    """Without a C compiler or Python.h, the first launch failed with a traceback of Triton's."""
+def test_cuda_uses_kernels_only_if_triton_can_launch_them(monkeypatch):
+    """Regression: without a C compiler or Python.h, the first launch failed with a traceback."""
     if find_spec("triton"):
         monkeypatch.setattr("parallel_llama.ops.why_unusable", lambda: None)
         names = {chosen(dtype, CUDA).__name__ for dtype in (torch.float32, *HALVES)}
@@ -45,7 +45,7 @@ def test_a_cuda_device_has_kernels_where_triton_can_launch_them(monkeypatch):
         (("CC",), "CC=/opt/none to launch kernels; use: unset CC$"),
     ],
 )
-def test_what_triton_needs_of_a_host_is_named(monkeypatch, tmp_path, lacks, says):
+def test_missing_triton_requirement_is_named_with_its_fix(monkeypatch, tmp_path, lacks, says):
     (tmp_path / "Python.h").touch()
     include = tmp_path / "none" if "Python.h" in lacks else tmp_path
     monkeypatch.delenv("CC", raising=False)
@@ -64,7 +64,7 @@ def test_what_triton_needs_of_a_host_is_named(monkeypatch, tmp_path, lacks, says
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="compares with Triton's own search")
 @pytest.mark.parametrize("programs", [(), ("gcc",), ("clang",), ("gcc", "clang")])
-def test_triton_finds_a_compiler_where_we_do(monkeypatch, tmp_path, programs):
+def test_compiler_search_agrees_with_triton(monkeypatch, tmp_path, programs):
     from triton.runtime import build
 
     for name in programs:
@@ -83,7 +83,7 @@ def test_triton_finds_a_compiler_where_we_do(monkeypatch, tmp_path, programs):
 
 
 @pytest.mark.slow
-def test_a_cpu_loads_no_triton():
+def test_triton_is_not_imported_on_cpu():
     code = (
         "import sys, torch; from parallel_llama.ops import choose_ops;"
         "choose_ops(torch.bfloat16, torch.device('cpu'), 16, {3});"

@@ -52,14 +52,14 @@ def test_code_is_made_once_for_each_key(folder):
     ],
     ids=["empty", "cut short", "changed", "too large"],
 )
-def test_a_damaged_file_is_made_anew(folder, damage):
+def test_damaged_file_is_regenerated(folder, damage):
     made()
     (path,) = folder.iterdir()
     damage(path)
     assert made() and not made()
 
 
-def test_code_under_anothers_name_is_not_taken(folder):
+def test_file_copied_to_another_key_is_rejected(folder):
     made()
     (first,) = folder.iterdir()
     made("other")
@@ -68,7 +68,7 @@ def test_code_under_anothers_name_is_not_taken(folder):
     assert made("other")
 
 
-def test_what_others_may_write_is_not_taken(folder):
+def test_file_or_folder_writable_by_others_is_not_trusted(folder):
     made()
     (path,) = folder.iterdir()
     path.chmod(0o622)
@@ -78,7 +78,7 @@ def test_what_others_may_write_is_not_taken(folder):
     folder.chmod(0o700)
 
 
-def test_links_and_pipes_are_not_followed(folder, tmp_path):
+def test_symlinks_and_fifos_are_not_read(folder, tmp_path):
     made()
     (path,) = folder.iterdir()
     path.rename(tmp_path / "elsewhere")
@@ -90,14 +90,14 @@ def test_links_and_pipes_are_not_followed(folder, tmp_path):
 
 
 @pytest.mark.parametrize("home", ["/dev/null", "relative"])
-def test_without_a_folder_code_is_made_every_time(monkeypatch, tmp_path, home):
+def test_code_is_regenerated_every_time_without_a_usable_folder(monkeypatch, tmp_path, home):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert made() and made()
     assert not list(tmp_path.iterdir())
 
 
-def test_old_code_makes_room_for_new(folder, monkeypatch):
+def test_oldest_files_are_evicted_when_cache_is_full(folder, monkeypatch):
     monkeypatch.setattr("parallel_llama.ops.cpu.jit._MAX_FILES", 3)
     for number in range(5):
         assert made(str(number))
@@ -110,7 +110,7 @@ needs_openmp = pytest.mark.skipif(openmp() is None, reason="kernels need torch's
 
 
 @needs_openmp
-def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
+def test_kernel_loaded_from_cache_gives_same_results(folder, monkeypatch):
     x = torch.randn(3, 20)
     results = [ActivationKernel(torch.float32, "silu", CPUFeatures(16, 16), gated=True)(x)]
     assert len(list(folder.iterdir())) == 1
@@ -120,7 +120,7 @@ def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
 
 
 @needs_openmp
-def test_kernels_that_differ_in_a_parameter_have_code_of_their_own(folder):
+def test_kernels_with_different_parameters_are_cached_separately(folder):
     for machine in (CPUFeatures(16, 16), CPUFeatures(32, 16)):
         for dtype in (torch.float32, torch.float64):
             ActivationKernel(dtype, "silu", machine, gated=True)
@@ -143,7 +143,7 @@ class _Arguments(Generic[T]):
 
 
 @needs_openmp
-def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
+def test_changed_kernel_source_recompiles_the_kernel(folder, tmp_path):
     found = []
     for number in (1, 2, 2):
         path = tmp_path / "kernel.py"
@@ -157,8 +157,8 @@ def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
 
 
 @needs_openmp
-def test_arguments_have_names_and_the_types_that_are_declared(folder):
-    """By position, two swapped integers were a wrong answer without an error."""
+def test_kernel_arguments_are_checked_by_name_and_type(folder):
+    """Regression: with positional arguments, swapped integers gave a wrong result silently."""
     path = folder / "kernel.py"
     path.parent.mkdir(parents=True)
     path.write_text(ADDS.format(0))
@@ -176,7 +176,7 @@ def test_arguments_have_names_and_the_types_that_are_declared(folder):
 
 
 @needs_openmp
-def test_a_kernel_without_source_is_made_every_time(folder):
+def test_kernel_without_source_file_is_not_cached(folder):
     named: dict[str, Any] = {}
     exec(compile(ADDS.format(3), "/nowhere/kernel.py", "exec"), named)
     x = torch.zeros(1, dtype=torch.int64)
@@ -184,7 +184,7 @@ def test_a_kernel_without_source_is_made_every_time(folder):
     assert x.item() == 3 and not folder.exists()
 
 
-def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
+def test_kernel_body_that_cannot_be_keyed_is_rejected():
     """Two kernels whose keys do not contain all their parameters could share a key."""
 
     own = object()
@@ -201,7 +201,7 @@ def _body(*_): ...
 
 
 @needs_openmp
-def test_a_kernel_whose_surroundings_changed_is_made_anew(folder, monkeypatch):
+def test_changed_digest_of_shared_sources_recompiles_the_kernel(folder, monkeypatch):
     for digest in ("now", "then", "now"):
         monkeypatch.setattr(jit, "_SOURCES", digest)
         ActivationKernel(torch.float32, "silu", CPUFeatures(16, 16), gated=True)
@@ -215,7 +215,7 @@ def modules_of(path, node):
     return [path.with_suffix(".py")]
 
 
-def test_all_that_kernels_are_built_with_is_in_their_key():
+def test_cache_key_covers_every_module_that_kernels_import():
     """Kernels import modules outside `ops`, and constants of these modules are in the code."""
     package = Path(jit.__file__).parents[2]
     kernels = set(Path(jit.__file__).parent.glob("*.py"))

@@ -123,27 +123,27 @@ def check(
         for at, head_dim in enumerate([1, 4, 6, 8, 64, 80, 128])
     ],
 )
-def test_heads_of_any_size_attend_by_definition_on_vectors_of_any_width(
+def test_attention_matches_reference_for_any_head_dim_and_vector_width(
     dtype: torch.dtype, head_dim: int, vector_bytes: int
 ) -> None:
     check(dtype, head_dim, 3, vector_bytes)
 
 
 @pytest.mark.parametrize("heads_per_kv", [1, 2, 4, 5, 9, 71])
-def test_groups_of_any_size_attend_by_definition(heads_per_kv: int) -> None:
+def test_attention_matches_reference_for_any_heads_per_kv(heads_per_kv: int) -> None:
     """More than four queries are split into chunks, of two sizes if they do not divide evenly."""
     check(torch.float32, 16, heads_per_kv, 32)
 
 
 @pytest.mark.parametrize("vector_bytes", MACHINES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_scores_are_scaled_and_capped_by_definition(dtype: torch.dtype, vector_bytes: int) -> None:
+def test_scale_and_soft_cap_match_reference(dtype: torch.dtype, vector_bytes: int) -> None:
     check(dtype, 16, 3, vector_bytes, CAPPED)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_scores_far_beyond_a_cap_become_the_cap(dtype: torch.dtype) -> None:
-    """On both sides: with scores of 2, 2 and -2 the weights are e^4, e^4 and 1."""
+    """Positive and negative: the scores become 2, 2 and -2, and the weights e^4, e^4 and 1."""
     k = torch.tensor([1e6, 30, -1e6], dtype=dtype).view(1, 3, 1)
     v = torch.tensor([0, 0, 1], dtype=dtype).view(1, 3, 1)
     q = torch.ones(1, 1, 1, dtype=dtype)
@@ -152,7 +152,7 @@ def test_scores_far_beyond_a_cap_become_the_cap(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_result_is_the_same_to_the_last_bit_in_any_batch(dtype: torch.dtype) -> None:
+def test_results_are_bitwise_equal_in_any_batch(dtype: torch.dtype) -> None:
     k, v = make_cache(dtype, 64)
     q = make_queries(dtype, 5, 64)
     attention = kernel(dtype, 64, 5, 64)
@@ -168,7 +168,7 @@ def test_a_result_is_the_same_to_the_last_bit_in_any_batch(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_result_is_the_same_to_the_last_bit_wherever_the_keys_lie(dtype: torch.dtype) -> None:
+def test_results_are_bitwise_equal_for_any_key_slots(dtype: torch.dtype) -> None:
     """In a batch a sequence gets other blocks than alone, so its slots form other slices."""
     keys, values = torch.randn(2, N_KV_HEADS, 150, 80, dtype=dtype)
     q = torch.randn(1, N_KV_HEADS * 3, 80, dtype=dtype)
@@ -187,10 +187,12 @@ def test_a_result_is_the_same_to_the_last_bit_wherever_the_keys_lie(dtype: torch
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("n_keys", [255, 256, 257, 512, 3001])
-def test_threads_share_the_keys_of_a_sequence(dtype: torch.dtype, n_keys: int) -> None:
-    """The bits depend neither on the number of threads nor on the slices.
+def test_long_sequences_are_bitwise_equal_for_any_thread_count(
+    dtype: torch.dtype, n_keys: int
+) -> None:
+    """Threads split the keys of a sequence.
 
-    Scores of some keys are so large that parts without them have weight 0.
+    The scores of one key are so large that splits without this key have weight 0.
     """
     keys, values = torch.randn(2, N_KV_HEADS, n_keys, 16, dtype=dtype)
     keys[:, n_keys // 2] *= 40
@@ -210,7 +212,7 @@ def test_threads_share_the_keys_of_a_sequence(dtype: torch.dtype, n_keys: int) -
     assert all(torch.equal(o, results[0]) for o in results)
 
 
-def test_counts_are_left_at_0() -> None:
+def test_work_counters_are_zero_after_a_call() -> None:
     k = torch.randn(1, 900, 16)
     q = torch.randn(2, 3, 16)
     batch = DecodeBatch.of({0: (0, [slice(0, 900)]), 1: (0, [slice(0, 257)])})
@@ -220,7 +222,7 @@ def test_counts_are_left_at_0() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
-    """Integers, so that scores up to 10^4 are exact."""
+    """Inputs are integers, so that scores up to 10^4 are exact."""
     k = torch.randint(-50, 51, (N_KV_HEADS, 200, 4)).to(dtype)
     v = torch.randn(N_KV_HEADS, 200, 4, dtype=dtype)
     q = torch.randint(-100, 101, (1, N_KV_HEADS * 3, 4)).to(dtype)
@@ -231,7 +233,7 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_weights_are_accurate_to_the_last_places_however_small(dtype: torch.dtype) -> None:
+def test_tiny_softmax_weights_are_accurate_to_2_eps(dtype: torch.dtype) -> None:
     """For two keys with scores 0 and x and values 0 and 1 the result is exp(x) / (1 + exp(x))."""
     least = torch.finfo(dtype).tiny
     x = -torch.linspace(0, 1.05, 9999, dtype=dtype) * -torch.tensor(least, dtype=dtype).log()
@@ -247,7 +249,7 @@ def test_weights_are_accurate_to_the_last_places_however_small(dtype: torch.dtyp
     assert o[-1] == 0
 
 
-def test_a_key_that_is_not_a_number_spoils_its_own_head_alone() -> None:
+def test_nan_key_affects_only_its_own_sequence_and_kv_head() -> None:
     k, v = make_cache(torch.float32, 8)
     q = make_queries(torch.float32, 3, 8)
     attention = kernel(torch.float32, 8, 3, 64)

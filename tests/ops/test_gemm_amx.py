@@ -24,7 +24,7 @@ def kernel():
 
 
 @has_tiles
-def test_a_product_is_that_of_float32_but_for_the_split(kernel):
+def test_product_is_accurate_to_1e_5(kernel):
     for n, k, m in SHAPES:
         x, weight = torch.randn(n, k), torch.randn(m, k).to(torch.bfloat16)
         exact = x.double() @ weight.double().T
@@ -33,14 +33,14 @@ def test_a_product_is_that_of_float32_but_for_the_split(kernel):
 
 
 @has_tiles
-def test_two_parts_of_a_row_are_both_multiplied(kernel):
+def test_both_bfloat16_parts_of_an_input_are_multiplied(kernel):
     """1 + 2^-10 has more bits than one bfloat16."""
     x, weight = torch.full((33, 32), 1 + 2.0**-10), torch.ones(32, 32, dtype=torch.bfloat16)
     assert torch.equal(kernel(x, weight), torch.full((33, 32), 32 + 2.0**-5))
 
 
 @has_tiles
-def test_a_row_is_the_same_in_any_batch_and_on_any_number_of_threads(kernel):
+def test_row_is_bitwise_equal_in_any_batch_and_for_any_thread_count(kernel):
     x, weight = torch.randn(450, 96), torch.randn(100, 96).to(torch.bfloat16)
     alone = torch.cat([kernel(row[None], weight) for row in x[:5]])
     before = torch.get_num_threads()
@@ -54,7 +54,7 @@ def test_a_row_is_the_same_in_any_batch_and_on_any_number_of_threads(kernel):
 
 
 @has_tiles
-def test_rows_may_lie_apart_and_neighbours_are_not_read(kernel):
+def test_product_of_views_does_not_read_neighbouring_values(kernel):
     around = torch.full((40, 80), torch.nan)
     x = around[1:38, 4:68].normal_()
     weight = torch.randn(35, 64).to(torch.bfloat16)
@@ -63,7 +63,7 @@ def test_rows_may_lie_apart_and_neighbours_are_not_read(kernel):
 
 @has_tiles
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7F800000])
-def test_a_number_that_is_none_spoils_its_own_row_alone(kernel, bits):
+def test_nan_or_inf_input_affects_only_its_own_row(kernel, bits):
     x, weight = torch.randn(35, 64), torch.randn(40, 64).to(torch.bfloat16)
     x.view(torch.int32)[7, 3] = bits
     y = kernel(x, weight)
@@ -71,14 +71,14 @@ def test_a_number_that_is_none_spoils_its_own_row_alone(kernel, bits):
     assert y[:7].isfinite().all() and y[8:].isfinite().all()
 
 
-def test_the_measurement_draws_no_random_numbers():
+def test_speed_measurement_leaves_rng_state_unchanged():
     before = torch.get_rng_state()
     gemm_amx.make_gemm_amx.__wrapped__()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @has_tiles
-def test_what_does_not_fill_tiles_is_left_to_others(monkeypatch):
+def test_linear_is_correct_whether_or_not_shapes_fill_tiles(monkeypatch):
     monkeypatch.setattr(cpu_ops, "make_gemm_amx", GemmAMXKernel)
     ops = CPUOps(torch.float32, 32, {1})
     for k, m in [(33, 64), (64, 31), (64, 64)]:
@@ -89,7 +89,7 @@ def test_what_does_not_fill_tiles_is_left_to_others(monkeypatch):
 
 
 @pytest.mark.parametrize("answer", [1, -1])
-def test_where_the_system_allows_no_tiles_none_are_used(monkeypatch, answer):
+def test_tiles_are_disallowed_if_the_permission_request_fails(monkeypatch, answer):
     class System:
         @staticmethod
         def syscall(*_):
@@ -101,8 +101,8 @@ def test_where_the_system_allows_no_tiles_none_are_used(monkeypatch, answer):
 
 @pytest.mark.slow
 @has_tiles
-def test_asking_for_tiles_is_what_allows_them():
-    """In a process that has not requested permission, the first instruction kills the process."""
+def test_amx_kernel_requests_tile_permission_itself():
+    """Without permission, the first tile instruction kills the process."""
     program = (
         "import torch\n"
         "from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel\n"

@@ -37,7 +37,7 @@ def samples(n_rows: int, n_inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_kernel_has_the_bits_of_the_definition(form, dtype):
+def test_kernel_and_its_recording_equal_reference_exactly(form, dtype):
     ops = CPUOps(dtype, 16, {1})
     for shape in ((0, 8), (1, 160), (7, 224), (5, 1), (40, 33), (6, 4096)):
         x = samples(*shape, dtype)
@@ -51,7 +51,7 @@ def test_the_kernel_has_the_bits_of_the_definition(form, dtype):
         torch.testing.assert_close(recorded, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_no_input_is_farther_from_its_number_than_half_a_step():
+def test_rounding_error_is_at_most_one_step():
     x = torch.randn(50, 256, dtype=torch.float64)
     for form in (InputFormat("int8"), InputFormat("int8", 32), InputFormat("int8", 0, True)):
         error = (round_inputs(x, form) - x).abs().view(50, -1, form.group or 256).amax(-1)
@@ -61,7 +61,7 @@ def test_no_input_is_farther_from_its_number_than_half_a_step():
 
 
 @pytest.mark.parametrize("scales", [(0.25, 0.25, 0.25), (0.25, 0.5, 0.125)])
-def test_each_fused_matrix_and_each_expert_rounds_its_inputs_with_its_own_scale(scales):
+def test_fused_matrices_and_experts_use_their_own_input_scales(scales):
     x, ops = torch.randn(4, 8, dtype=torch.float64), TorchOps()
     weights, expected = [], []
     for scale in scales:

@@ -45,7 +45,7 @@ def n_threads(request):
 
 
 def on_machines(test):
-    """Runs a test for every machine, on 1 to 3 threads by turns."""
+    """Runs a test for every machine, with 1 to 3 threads in rotation."""
     pairs = [(machine, 1 + at % 3) for at, machine in enumerate(MACHINES)]
     of_pairs = pytest.mark.parametrize(
         ("machine", "n_threads"), pairs, indirect=["n_threads"], ids=str
@@ -64,7 +64,7 @@ def kernel(request):
 
 
 @on_machines
-def test_a_product_is_torchs_for_any_shape(kernel, machine, dtype):
+def test_product_matches_torch_for_any_shape(kernel, machine, dtype):
     """Partial groups of rows, partial tiles of columns and partial vectors of inputs."""
     linear = linear_for(kernel, dtype, machine)
     for n, k, m in [(1, 64, 48), (2, 5, 7), (6, 576, 24), (7, 33, 1), (13, 100, 29), (32, 17, 96)]:
@@ -72,7 +72,7 @@ def test_a_product_is_torchs_for_any_shape(kernel, machine, dtype):
         torch.testing.assert_close(linear(x, weight), x @ weight.T, **CLOSE[dtype])
 
 
-def test_a_product_with_nothing_in_it_is_zero_or_empty(kernel, dtype):
+def test_product_with_an_empty_dimension_is_zero_or_empty(kernel, dtype):
     """A rank without heads has no columns; a step that samples nothing has no rows."""
     linear = linear_for(kernel, dtype, this_machine())
     for n, k, m in [(3, 0, 5), (0, 4, 5), (3, 4, 0)]:
@@ -80,7 +80,7 @@ def test_a_product_with_nothing_in_it_is_zero_or_empty(kernel, dtype):
         assert torch.equal(linear(x, weight), torch.zeros(n, m, dtype=dtype))
 
 
-def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(kernel, dtype):
+def test_product_of_views_does_not_read_neighbouring_values(kernel, dtype):
     """Neighbours are NaN: reading one shows even if it is multiplied by 0."""
     linear = linear_for(kernel, dtype, this_machine())
     around = torch.full((9, 50), torch.nan, dtype=dtype)
@@ -93,7 +93,7 @@ def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(kernel, dty
 
 
 @pytest.mark.usefixtures("n_threads")
-def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(kernel, dtype):
+def test_product_of_a_row_is_bitwise_equal_in_any_batch(kernel, dtype):
     linear = linear_for(kernel, dtype, this_machine())
     x, weight = torch.randn(MAX_ROWS, 201, dtype=dtype), torch.randn(61, 201, dtype=dtype)
     alone = torch.cat([linear(row[None], weight) for row in x])
@@ -102,8 +102,8 @@ def test_a_row_has_the_same_product_to_the_last_bit_in_any_batch(kernel, dtype):
 
 
 @on_machines
-def test_few_rows_and_many_have_the_same_products_to_the_last_bit(machine, dtype):
-    """From 33 rows on the order of summation changed, so tokens depended on the batch."""
+def test_gemv_and_gemm_give_bitwise_equal_products(machine, dtype):
+    """Regression: from 33 rows on, sums had another order, so tokens depended on the batch."""
     few, many = (linear_for(each, dtype, machine) for each in (GemvKernel, GemmKernel))
     for n, k, m in [(1, 1, 1), (33, 7, 5), (40, 576, 97), (9, 1024, 50), (13, 2500, 31)]:
         x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
@@ -122,7 +122,7 @@ def test_the_number_of_threads_does_not_change_a_bit(kernel, dtype):
 
 
 @on_machines
-def test_a_large_product_is_the_same_by_parts(machine):
+def test_slices_of_a_large_product_are_bitwise_equal(machine):
     """More inputs than a panel has, and more rows than a chunk has."""
     linear = linear_for(GemmKernel, torch.float64, machine)
     x = torch.randn(1031, 1301, dtype=torch.float64)
@@ -135,8 +135,8 @@ def test_a_large_product_is_the_same_by_parts(machine):
 
 
 @on_machines
-def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
-    """For any number of rows per weight, in any order; rows of no weight become zeros."""
+def test_routed_product_is_bitwise_equal_to_separate_products(machine, dtype):
+    """For any number of rows per weight, in any order; rows without a weight become zeros."""
     x, counts = torch.full((40, 60), torch.nan, dtype=dtype)[:, 2:35], [2, 0, 32, 1, 7]
     x.normal_()
     weights = [torch.randn(29, 33, dtype=dtype) for _ in counts]
@@ -152,7 +152,7 @@ def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_a_norm_is_its_definition(machine, dtype):
+def test_rms_norm_matches_definition(machine, dtype):
     norm = NormKernel(dtype, machine)
     for n, dim in [(1, 64), (5, 33), (32, 7)]:
         x = torch.full((n, dim + 3), torch.nan, dtype=dtype)[:, 1 : dim + 1]
@@ -174,7 +174,7 @@ DEFINITIONS = {
 
 @pytest.mark.parametrize("kind", DEFINITIONS)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_an_activation_is_its_definition_even_where_exp_would_overflow(machine, dtype, kind):
+def test_activation_matches_definition_even_if_exp_overflows(machine, dtype, kind):
     gated = ActivationKernel(dtype, kind, machine, gated=True)
     alone = ActivationKernel(dtype, kind, machine, gated=False)
     for n, channels in [(1, 64), (5, 33), (32, 7)]:
@@ -186,7 +186,7 @@ def test_an_activation_is_its_definition_even_where_exp_would_overflow(machine, 
         assert gated(both)[0, 0] == 0
         gate = gate.to(dtype).contiguous()
         torch.testing.assert_close(alone(gate), expected.to(dtype), **CLOSE[dtype])
-        # A number's bits do not depend on its place.
+        # The bits of a result do not depend on its position.
         assert torch.equal(alone(gate[:, 3:].contiguous()), alone(gate)[:, 3:])
     both[:] = torch.nan
     assert gated(both).isnan().all()
@@ -195,7 +195,9 @@ def test_an_activation_is_its_definition_even_where_exp_would_overflow(machine, 
 @pytest.mark.slow
 @on_machines
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(3, 1), (5, 2), (2, 0)])
-def test_queries_turn_and_keys_and_values_go_to_their_slots(machine, dtype, n_heads, n_kv_heads):
+def test_rotary_kernel_rotates_heads_and_stores_keys_and_values(
+    machine, dtype, n_heads, n_kv_heads
+):
     for n, head_dim in [(1, 2), (3, 12), (700, 64)]:
         qkv = torch.randn(n, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
         angles = torch.rand(n, 1, head_dim // 2, dtype=torch.float64)

@@ -43,12 +43,12 @@ def hard_rows(dtype: torch.dtype, head_dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("stored", NARROW, ids=str)
-def test_what_is_kept_is_as_near_as_the_format_allows(
+def test_stored_values_are_as_close_as_the_format_allows(
     dtype: torch.dtype, stored: torch.dtype
 ) -> None:
     x = hard_rows(dtype, 64).double()
     largest = x.abs().amax(-1, keepdim=True)
-    whole = ((largest == 0) | (largest > 1e-30))[:, 0]  # whose scale is a normal number
+    whole = ((largest == 0) | (largest > 1e-30))[:, 0]  # rows whose scale is a normal number
     x, largest = x[whole], largest[whole]
     allowed = {
         torch.bfloat16: x.abs() * 2.0**-8,
@@ -61,7 +61,7 @@ def test_what_is_kept_is_as_near_as_the_format_allows(
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_with_a_number_that_is_not_finite_is_nan(stored: torch.dtype, bad: float) -> None:
+def test_row_with_nan_or_inf_is_stored_as_nan(stored: torch.dtype, bad: float) -> None:
     """An overflow must not turn into plausible numbers."""
     x = torch.randn(3, 8)
     x[1, 5] = bad
@@ -71,7 +71,7 @@ def test_a_row_with_a_number_that_is_not_finite_is_nan(stored: torch.dtype, bad:
 
 @pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
 @pytest.mark.parametrize("name", KV_DTYPES)
-def test_a_row_takes_the_bytes_that_the_plan_counts(name: str, head_dim: int) -> None:
+def test_row_size_matches_planned_bytes(name: str, head_dim: int) -> None:
     form = kv_format(name, "float32")
     row = kv_rows.pack(torch.randn(1, head_dim), kv_dtype(form))
     assert row.nbytes == form.n_bytes(head_dim)
@@ -87,7 +87,7 @@ def test_a_row_takes_the_bytes_that_the_plan_counts(name: str, head_dim: int) ->
     ],
     ids=str,
 )
-def test_kernels_keep_the_same_bytes_as_torch(
+def test_kernels_store_same_bytes_as_torch(
     dtype: torch.dtype, stored: torch.dtype, head_dim: int, machine: CPUFeatures
 ) -> None:
     """For rotations by an angle of 0."""
@@ -108,7 +108,7 @@ def test_kernels_keep_the_same_bytes_as_torch(
 @needs_kernels
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("stored", NARROW, ids=str)
-def test_kernels_keep_no_finite_number_of_one_that_is_not(
+def test_kernels_never_store_nan_or_inf_as_finite(
     dtype: torch.dtype, stored: torch.dtype, bad: float
 ) -> None:
     qkv = torch.randn(1, 3, 64, dtype=dtype)
@@ -151,7 +151,7 @@ def test_kernels_read_every_number_as_torch_does(
 @needs_kernels
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize("stored", NARROW, ids=str)
-def test_rows_that_a_kernel_unpacks_are_torchs_to_the_last_bit(
+def test_unpack_kernel_is_bitwise_equal_to_torch(
     dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures
 ) -> None:
     """For some heads and slots of a larger cache, on all threads."""

@@ -36,7 +36,7 @@ Backend = tuple[TorchOps, torch.dtype, torch.device]
 
 
 def backends() -> Iterator[Backend]:
-    """torch's operators, and the fastest, for every dtype on every device."""
+    """torch's operators and the fastest operators, for every dtype on every device."""
     for device in map(torch.device, DEVICES):
         for dtype in TOLERANCE:
             if dtype != torch.float16:
@@ -118,7 +118,7 @@ def test_routed_linear(backend, counts):
 
 @pytest.mark.parametrize("own", [range(6), range(2, 5), range(3, 3)], ids=str)
 @pytest.mark.parametrize("n_tokens", [0, 1, 3, 50])
-def test_routes_of(backend, n_tokens, own):
+def test_expert_dispatch(backend, n_tokens, own):
     """The tokens of each expert in order, and a row for each pair; pairs of other ranks last."""
     ops, _, device = backend
     experts = torch.rand(n_tokens, 6, device=device).topk(2).indices
@@ -178,7 +178,7 @@ def test_route(backend, n_experts, n_active, normed):
     check(routing_weights, expected / expected.sum(-1, keepdim=True) if normed else expected)
 
 
-def test_the_bias_of_a_router_counts_for_choice_and_weights(backend):
+def test_router_bias_affects_choice_and_weights(backend):
     ops, dtype, device = backend
     x, wide = (
         torch.zeros(2, 4, dtype=dtype, device=device),
@@ -194,7 +194,7 @@ def test_the_bias_of_a_router_counts_for_choice_and_weights(backend):
 @pytest.mark.parametrize("tokens", [[], [7], [9, 2, 28, 27, 7, 0, 2**40, -(2**40)]], ids=len)
 @pytest.mark.parametrize("n_rows", [0, 21])
 def test_lookup(backend, tokens, n_rows):
-    """The weight has the tokens from 7 on; the others are zeros."""
+    """The weight starts at token 7; rows of tokens outside the weight are zeros."""
     ops, dtype, device = backend
     for stored in {dtype, *([torch.bfloat16] if dtype == torch.float32 else [])}:
         weight = torch.randn(n_rows, 1103, device=device).to(stored)
@@ -207,7 +207,7 @@ def test_lookup(backend, tokens, n_rows):
 
 @pytest.mark.parametrize("n_columns", [1, 16, 101, 70_000])
 @pytest.mark.parametrize("n_rows", [0, 5])
-def test_the_first_of_the_largest(backend, n_rows, n_columns):
+def test_largest_returns_first_of_equal_maxima(backend, n_rows, n_columns):
     ops, dtype, device = backend
     x = torch.randint(-40, 40, (n_rows, n_columns), device=device).to(dtype)
     expected = [[max(row), row.index(max(row)) + 9] for row in x.tolist()]
@@ -216,7 +216,7 @@ def test_the_first_of_the_largest(backend, n_rows, n_columns):
 
 @pytest.mark.parametrize(("n_rows", "n_columns"), [(0, 101), (1, 1), (5, 101), (5, 3000)])
 def test_draw(backend, n_rows, n_columns):
-    """The first row is greedy and has equal logits, of which the first counts."""
+    """The first row is greedy and has equal logits; the first of the largest logits wins."""
     ops, dtype, device = backend
     x = torch.randn(n_rows, n_columns, device=device).to(dtype)
     x[:1] = x[:1].round()
@@ -231,7 +231,7 @@ def test_draw(backend, n_rows, n_columns):
         torch.testing.assert_close(score, scores.max(), rtol=1e-14, atol=1e-14)
 
 
-def test_the_largest_tells_of_what_is_no_number(backend):
+def test_largest_reports_nan_and_inf(backend):
     ops, dtype, device = backend
     x = torch.zeros(5, 101, dtype=dtype, device=device)
     x[0], x[1, 60], x[2, 3], x[3, 100] = -torch.inf, torch.nan, torch.inf, -torch.inf
@@ -265,7 +265,7 @@ def test_add_gated_scales_each_row_by_the_sigmoid_of_its_score(backend, n_column
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(0, 96), (1, 2), (5, 130), (2, 3, 48)], ids=str)
-def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend, shape, offset):
+def test_rms_norm_sums_squares_in_float32_and_keeps_its_input(backend, shape, offset):
     ops, dtype, device = backend
     x = (300 * torch.randn(shape, device=device)).to(dtype)
     weight, before = torch.randn(shape[-1], device=device).to(dtype), x.clone()
@@ -275,7 +275,7 @@ def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend, shape,
     assert torch.equal(x, before)
 
 
-def test_heads_are_normed_in_place_and_nothing_else_is(backend):
+def test_in_place_rms_norm_writes_only_its_heads(backend):
     ops, dtype, device = backend
     around = torch.full((3, 9, 40), 7.0, dtype=dtype, device=device)
     heads = around[:, 2:6].normal_()
@@ -288,8 +288,7 @@ def test_heads_are_normed_in_place_and_nothing_else_is(backend):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
-def test_a_sum_is_kept_and_normed(backend, n_rows, offset):
-    """As by the two operators, to the last bit."""
+def test_add_rms_norm_is_bitwise_equal_to_add_then_rms_norm(backend, n_rows, offset):
     ops, dtype, device = backend
     x, y = torch.randn(2, n_rows, 96, device=device).to(dtype)
     weight, expected, old_y = torch.randn(96, device=device).to(dtype), x + y, y.clone()
@@ -304,8 +303,8 @@ def test_a_sum_is_kept_and_normed(backend, n_rows, offset):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")
-def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend):
-    """It became zeros, and the model went on to token 0 with exit code 0."""
+def test_rms_norm_of_overflowing_row_is_nan(backend):
+    """Regression: the row became zeros, so the model gave token 0 and exit code 0."""
     ops, dtype, device = backend
     x = torch.randn(3, 96, device=device).to(dtype)
     x[1, 7] = {torch.float64: 1e308, torch.float16: torch.inf}.get(dtype, 1e38)
@@ -314,8 +313,8 @@ def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend):
 
 
 @pytest.mark.parametrize("shape", [(0, 58), (1, 2), (3, 58), (2, 2200)], ids=str)
-def test_gates(backend, shape):
-    """silu, gelu and its approximation, also of gates that are large or 0."""
+def test_activations(backend, shape):
+    """silu, gelu, its tanh approximation and squared ReLU, also for inputs that are large or 0."""
     ops, dtype, device = backend
     x = (4 * torch.randn(shape, device=device)).to(dtype)
     x.view(-1)[:3] = torch.tensor([200.0, -200.0, 0.0], device=device)[: x.numel()]
@@ -357,7 +356,7 @@ def test_rotate_and_store(backend, cache):
     for cached, expected in ((k, keys), (v, values.double())):
         unpacked = kv_rows.unpack(kv_rows.take(cached, slots), torch.float64)
         torch.testing.assert_close(unpacked, expected, rtol=step, atol=step)
-    if stored != torch.bfloat16:  # which Triton's interpreter truncates
+    if stored != torch.bfloat16:  # Triton's interpreter truncates bfloat16
         # Values are not rotated, so nothing is rounded before they are packed.
         packed = kv_rows.pack(values, stored).view(torch.uint8)
         assert torch.equal(kv_rows.take(v, slots).view(torch.uint8), packed)
@@ -367,7 +366,7 @@ def test_rotate_and_store(backend, cache):
 
 @pytest.mark.parametrize("cache", CACHES[:2], ids=str)
 def test_rotate_and_store_without_rotations(backend, cache):
-    """For layers without rotary embeddings: queries stay as they are, keys are stored so."""
+    """For layers without rotary embeddings: queries are unchanged, keys are stored unrotated."""
     ops, dtype, device = backend
     n, n_heads, stored = 4, N_KV_HEADS * HEADS_PER_KV, cache or dtype
     qkv = torch.randn(n, n_heads + 2 * N_KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
@@ -377,7 +376,7 @@ def test_rotate_and_store_without_rotations(backend, cache):
     assert torch.equal(qkv[:, :n_heads], before[:, :n_heads])
     first_value = n_heads + N_KV_HEADS
     for cached, heads in ((k, before[:, n_heads:first_value]), (v, before[:, first_value:])):
-        step = 3e-2 if stored == torch.bfloat16 else 0  # which Triton's interpreter truncates
+        step = 3e-2 if stored == torch.bfloat16 else 0  # Triton's interpreter truncates bfloat16
         kept = cached[:, slots].transpose(0, 1)
         torch.testing.assert_close(kept.to(dtype), heads, rtol=step, atol=step)
 
@@ -512,7 +511,7 @@ def test_attention_with_sinks(
 
 
 @pytest.mark.parametrize(("cache", "scores", "window"), in_pairs(None, 3, 30), ids=str)
-def test_attention_of_queries_together(
+def test_attention_of_prefill_chunks(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
     """Chunks at the start of a prompt and after it; other rows are not changed."""
@@ -531,7 +530,7 @@ def test_attention_of_queries_together(
 
 
 @pytest.mark.parametrize(("cache", "scores", "window"), in_pairs(None, 3), ids=str)
-def test_attention_of_queries_alone(
+def test_attention_of_decoded_queries(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
     """Queries with keys in one range of slots or several; other rows are not changed."""
@@ -550,7 +549,7 @@ def test_attention_of_queries_alone(
 
 @pytest.mark.parametrize(("cache", "scores"), zip(CACHES, SCORES, strict=True), ids=str)
 def test_partial_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
-    """Its keys are in one range of slots or several; the scores give the log-sum-exp."""
+    """The keys are in one range of slots or in several; the log-sum-exp is finite."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))

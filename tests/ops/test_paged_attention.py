@@ -21,7 +21,7 @@ def seed() -> None:
 @pytest.mark.parametrize("heads_per_kv", [(1,), (2, 2), (3, 2), (1, 3, 3, 2), (7,)], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_every_query_sees_its_window_of_its_own_keys(
+def test_query_attends_to_window_of_its_own_sequence(
     ranges: tuple[tuple[int, int], ...],
     heads_per_kv: tuple[int, ...],
     window: int | None,
@@ -40,18 +40,18 @@ def test_blocks_may_have_any_size(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_keys_may_be_kept_in_bytes(cache_dtype: torch.dtype) -> None:
+def test_attention_reads_8_bit_kv_cache(cache_dtype: torch.dtype) -> None:
     sample = make_sample(CHUNKS, (3, 2), 8, dtype=torch.float64, cache_dtype=cache_dtype)
     torch.testing.assert_close(sample.run(TorchOps()), sample.expected(), rtol=0, atol=1e-10)
 
 
-def test_a_batch_of_nothing_but_padding_is_left_alone() -> None:
+def test_padding_only_batch_writes_no_output() -> None:
     sample = make_sample(((0, 0), (0, 3)), (2,), 4, dtype=torch.float64)
     assert sample.queries.blocks.numel() == 0
     assert (sample.run(TorchOps()) == POISON).all()
 
 
-def test_a_head_map_says_which_heads_see_a_kv_head() -> None:
+def test_head_map_gives_query_head_bounds_per_kv_head() -> None:
     device = torch.device("cpu")
     uneven = HeadMap.of(
         (HeadRun(range(0, 3), range(0, 1)), HeadRun(range(3, 5), range(1, 2))), device

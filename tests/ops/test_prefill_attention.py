@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's o
 
 MACHINES = {16: CPUFeatures(16, 16), 32: CPUFeatures(32, 16), 64: CPUFeatures(64, 32)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-HALF = 1e-4  # the error of products of numbers that are split into two of bfloat16
+HALF = 1e-4  # the error of products of numbers that are split into two bfloat16 parts
 has_tiles = pytest.mark.skipif(
     openmp() is None or not tiles_are_allowed(), reason="this CPU has no tiles (AMX)"
 )
@@ -143,31 +143,30 @@ def check(
         for at, head_dim in enumerate([1, 6, 64, 80])
     ],
 )
-def test_heads_of_any_size_attend_by_definition_on_vectors_of_any_width(
+def test_attention_matches_reference_for_any_head_dim_and_vector_width(
     dtype: torch.dtype, head_dim: int, vector_bytes: int
 ) -> None:
     check(dtype, head_dim, 3, vector_bytes)
 
 
 @pytest.mark.parametrize("heads_per_kv", [1, 2, 5, 71])
-def test_groups_of_any_size_attend_by_definition(heads_per_kv: int) -> None:
+def test_attention_matches_reference_for_any_heads_per_kv(heads_per_kv: int) -> None:
     check(torch.float32, 16, heads_per_kv)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_query_sees_its_window(dtype: torch.dtype) -> None:
+def test_sliding_window_matches_reference(dtype: torch.dtype) -> None:
     check(dtype, 16, 3, chunks=WINDOWS)
 
 
 @pytest.mark.parametrize("vector_bytes", MACHINES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_scores_are_scaled_and_capped_by_definition(dtype: torch.dtype, vector_bytes: int) -> None:
+def test_scale_and_soft_cap_match_reference(dtype: torch.dtype, vector_bytes: int) -> None:
     check(dtype, 16, 3, vector_bytes, CAPPED)
 
 
 @pytest.mark.parametrize("cache_dtype", CACHES)
-def test_a_narrow_cache_is_read_as_what_it_stands_for(cache_dtype: torch.dtype) -> None:
-    """The same bits as with the same keys and values in float32."""
+def test_narrow_kv_cache_gives_same_bits_as_its_float32_values(cache_dtype: torch.dtype) -> None:
     chunk = make_chunk(70, 100, None)
     wide = torch.randn(2, N_KV_HEADS, N_SLOTS, 48) * (torch.rand(N_SLOTS, 1) + 0.5)
     kv = kv_rows.pack(wide, cache_dtype)
@@ -179,7 +178,7 @@ def test_a_narrow_cache_is_read_as_what_it_stands_for(cache_dtype: torch.dtype) 
 
 @pytest.mark.parametrize("window", [None, 50, 100])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_query_gets_the_same_to_the_last_bit_however_its_prompt_is_cut(
+def test_results_are_bitwise_equal_for_any_prompt_chunks(
     dtype: torch.dtype, window: int | None
 ) -> None:
     check_cuts(kernel(dtype, 16), dtype, dtype, 16, window)
@@ -192,7 +191,7 @@ def check_cuts(
     head_dim: int,
     window: int | None,
 ) -> None:
-    """For any number of threads, any slots, and any other queries in the chunk."""
+    """Compares bits across prompt chunks, numbers of threads, and slots."""
     n = 180
     whole = make_chunk(n, 0, window, torch.randperm(N_SLOTS)[:n])
     k, v = make_cache(cache_dtype, head_dim, whole)
@@ -224,7 +223,7 @@ def check_cuts(
     ],
     ids=str,
 )
-def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
+def test_prefill_kernel_is_bitwise_equal_to_decode_kernel(
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     vector_bytes: int,
@@ -232,7 +231,7 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
     heads_per_kv: int,
     scores: Scores,
 ) -> None:
-    """Up to nine tokens of a prompt used the decode kernel, which summed in another order."""
+    """Regression: up to nine tokens used the decode kernel, which summed in another order."""
     rng, machine = random.Random(0), MACHINES[vector_bytes]
     decode = DecodeAttentionKernel(dtype, cache_dtype, head_dim, heads_per_kv, scores, machine)
     attention = kernel(dtype, head_dim, vector_bytes, scores, cache_dtype)
@@ -249,10 +248,10 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
 
 
 @pytest.mark.parametrize(("first", "n", "size"), [(117, 13, 13), (130, 126, 130), (200, 200, 200)])
-def test_chunks_of_attention_that_cross_a_tile_get_the_same_alone_and_together(
+def test_chunked_attention_across_tiles_is_bitwise_equal_to_decode(
     first: int, n: int, size: int
 ) -> None:
-    """Tiles of a prompt were counted from its chunk of attention, those of a decoded token not."""
+    """Regression: tiles started at the attention chunk in prefill, but not in decode."""
     both = []
     k, v = torch.randn(2, N_KV_HEADS, N_SLOTS, 8, dtype=torch.float64)
     q = make_queries(torch.float64, n, 3, 8)
@@ -288,7 +287,7 @@ def rows_of(chunk: QueryChunk, rng: random.Random) -> dict[int, tuple[int, list[
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_large_scores_do_not_overflow_in_any_tile(dtype: torch.dtype) -> None:
-    """Integers, so that scores up to 10^4 are exact; the largest score is in any tile."""
+    """Inputs are integers, so scores up to 10^4 are exact; the largest score is in any tile."""
     chunk = make_chunk(60, 140, None, torch.arange(200))
     k = torch.randint(-50, 51, (N_KV_HEADS, 200, 4)).to(dtype)
     v = torch.randn(N_KV_HEADS, 200, 4, dtype=dtype)
@@ -300,8 +299,8 @@ def test_large_scores_do_not_overflow_in_any_tile(dtype: torch.dtype) -> None:
     torch.testing.assert_close(o.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-def test_a_key_that_is_not_a_number_spoils_nothing_outside_its_own_head() -> None:
-    """Nor an earlier query, unless its block of columns has a query that sees the key."""
+def test_nan_value_affects_only_its_own_kv_head() -> None:
+    """Earlier queries may change only in a block of columns with a query that sees the value."""
     chunk = make_chunk(100, 0, None)
     k, v = make_cache(torch.float32, 8, chunk)
     q = make_queries(torch.float32, 100, 3, 8)
@@ -321,8 +320,8 @@ def tiles(head_dim: int, scores: Scores = PLAIN) -> PrefillAttentionAMXKernel:
 @has_tiles
 @pytest.mark.parametrize("scores", [PLAIN, CAPPED], ids=str)
 @pytest.mark.parametrize(("head_dim", "heads_per_kv"), [(32, 1), (64, 3), (96, 71)])
-def test_tiles_attend_by_definition(head_dim: int, heads_per_kv: int, scores: Scores) -> None:
-    """With queries and weights in one part alone, the error would be a hundred times as large."""
+def test_amx_attention_matches_reference(head_dim: int, heads_per_kv: int, scores: Scores) -> None:
+    """Without splitting queries and weights in two parts, errors would be 100 times as large."""
     for n, start, window in [*CHUNKS, *WINDOWS]:
         chunk = make_chunk(n, start, window)
         k, v = make_cache(torch.bfloat16, head_dim, chunk)
@@ -334,13 +333,13 @@ def test_tiles_attend_by_definition(head_dim: int, heads_per_kv: int, scores: Sc
 
 @has_tiles
 @pytest.mark.parametrize("window", [None, 50, 100])
-def test_tiles_give_the_same_to_the_last_bit_however_a_prompt_is_cut(window: int | None) -> None:
+def test_amx_results_are_bitwise_equal_for_any_prompt_chunks(window: int | None) -> None:
     check_cuts(tiles(64), torch.float32, torch.bfloat16, 64, window)
 
 
 @has_tiles
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001])
-def test_a_query_that_is_not_a_number_spoils_itself_alone_on_tiles(bits: int) -> None:
+def test_nan_query_affects_only_its_own_result_on_amx(bits: int) -> None:
     chunk = make_chunk(100, 0, None)
     k, v = make_cache(torch.bfloat16, 64, chunk)
     q = make_queries(torch.float32, 100, 3, 64)
@@ -352,7 +351,7 @@ def test_a_query_that_is_not_a_number_spoils_itself_alone_on_tiles(bits: int) ->
 
 
 @has_tiles
-def test_a_value_that_is_not_a_number_spoils_its_own_head_alone_on_tiles() -> None:
+def test_nan_value_affects_only_its_own_kv_head_on_amx() -> None:
     """Tiles of keys begin before the window, and are packed head by head."""
     chunk = make_chunk(20, 300, 7)
     k, v = make_cache(torch.bfloat16, 64, chunk)
@@ -362,7 +361,7 @@ def test_a_value_that_is_not_a_number_spoils_its_own_head_alone_on_tiles() -> No
     assert o[-1, :3].isnan().all() and o[:, 3:].isfinite().all()
 
 
-def test_heads_that_do_not_fill_tiles_are_left_to_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_attention_needs_amx_and_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: object())
     assert make_prefill_attention_amx.__wrapped__(80, PLAIN) is None
     monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: None)

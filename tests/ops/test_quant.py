@@ -83,14 +83,14 @@ def multiplied(kernel, x, weight):
     return whole[:, 3:-4]
 
 
-def test_int8_is_off_by_half_a_step_at_the_most():
+def test_int8_error_is_at_most_half_a_step():
     values = torch.randn(40, 96) * torch.rand(40, 1)
     kept = quantise(values, INT8)
     steps = kept.scales.float().repeat_interleave(QUANT_GROUP_SIZE, 1)
     assert ((kept.values() - values).abs() <= steps / 2 * 1.01).all()
 
 
-def test_int4_leaves_less_error_than_steps_over_the_whole_range():
+def test_int4_error_is_below_that_of_full_range_steps():
     values = torch.randn(200, 320, generator=torch.Generator().manual_seed(0))
     groups = values.view(200, -1, QUANT_GROUP_SIZE)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -100,14 +100,14 @@ def test_int4_leaves_less_error_than_steps_over_the_whole_range():
     assert error < 0.92 * (plain - values).square().mean()
 
 
-def test_int4_keeps_what_lies_on_sixteen_steps_already():
+def test_int4_keeps_values_that_are_already_on_16_steps():
     values = a_matrix(INT4_MIN, 40, 96)
     values.integers.view(40, 3, 32)[:, :, :2] = torch.tensor([0, 15], dtype=torch.int8)
     kept = quantise(values.values(), INT4_MIN).values()
     torch.testing.assert_close(kept, values.values(), rtol=1e-3, atol=1e-5)
 
 
-def test_fp8_is_what_torch_rounds_to_with_the_largest_of_a_group_at_the_end():
+def test_fp8_matches_torch_rounding_with_group_maximum_at_448():
     values = torch.randn(40, 96) * torch.logspace(-4, 4, 40)[:, None]
     kept = quantise(values, FP8)
     scales = kept.scales.float().repeat_interleave(QUANT_GROUP_SIZE, 1)
@@ -118,7 +118,7 @@ def test_fp8_is_what_torch_rounds_to_with_the_largest_of_a_group_at_the_end():
     assert torch.equal(kept.integers.view(torch.uint8), rounded.view(torch.uint8))
 
 
-def test_what_a_rounded_scale_is_too_small_for_becomes_the_largest_float():
+def test_fp8_saturates_if_the_rounded_scale_is_too_small():
     """3.49 steps of the smallest float16 are rounded to 3, too small for 448."""
     least = torch.finfo(torch.float16).smallest_normal * 2.0**-10
     kept = quantise(torch.full((1, 32), 448 * 3.49 * least), FP8)
@@ -127,17 +127,17 @@ def test_what_a_rounded_scale_is_too_small_for_becomes_the_largest_float():
 
 @needs_kernels
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_every_float_of_8_bits_is_decoded_exactly(machine):
+def test_every_fp8_value_is_decoded_exactly(machine):
     weight, x = every_float(), torch.eye(32)
     expected = weight.values().T
-    assert expected.abs().max() == 448 and len(expected.unique()) == 253  # 0 has two
+    assert expected.abs().max() == 448 and len(expected.unique()) == 253  # 0 has two encodings
     assert torch.equal(multiplied(kernel_for(FP8, machine), x, weight), expected)
     assert torch.equal(quant_gemm(x, weight), expected)
 
 
 @needs_kernels
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_inputs_of_fp8_are_not_rounded(machine):
+def test_inputs_of_fp8_products_are_not_rounded(machine):
     """A sum may be close to 0, so the tolerance is relative to its terms."""
     x, weight = torch.randn(9, 320), a_matrix(FP8, 33, 320)
     exact = x.double() @ weight.values().double().T
@@ -149,7 +149,7 @@ def test_inputs_of_fp8_are_not_rounded(machine):
 
 
 @pytest.mark.parametrize("form", [INT8, INT4_MIN, FP8], ids=lambda form: form.name)
-def test_a_group_of_zeros_stays_zero_and_others_do_not_know_it(form):
+def test_group_of_zeros_stays_zero_and_changes_no_other_group(form):
     values = torch.randn(3, 64)
     values[1, 32:] = 0
     kept = quantise(values, form)
@@ -159,7 +159,7 @@ def test_a_group_of_zeros_stays_zero_and_others_do_not_know_it(form):
 
 @FORMS
 @pytest.mark.parametrize("n_rows", [4, 8, 16])
-def test_panels_hold_the_matrix_in_the_bytes_that_are_promised(form, n_rows):
+def test_panels_round_trip_in_the_planned_bytes(form, n_rows):
     weight = a_matrix(form, 48, 4096)  # large enough that no cache line is padded
     shape = PanelShape(form, 4096, n_rows)
     panels = shape.pack(weight)
@@ -175,7 +175,7 @@ def test_panels_hold_the_matrix_in_the_bytes_that_are_promised(form, n_rows):
 
 @FORMS
 @pytest.mark.parametrize("n_before", [0, 3, 7])
-def test_some_inputs_of_a_matrix_keep_what_they_mean(form, n_before):
+def test_column_slices_keep_values_and_can_be_joined(form, n_before):
     weight = a_matrix(form, 9, 640, n_before)
     for inputs in (range(640), range(32, 64), range(160, 544), range(224, 640), range(96, 96)):
         part = weight.columns(inputs)
@@ -190,7 +190,7 @@ def test_some_inputs_of_a_matrix_keep_what_they_mean(form, n_before):
 @pytest.mark.slow
 @needs_kernels
 @on_machines(INTEGERS)
-def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
+def test_product_with_unit_scales_is_the_exact_integer(form, machine):
     """Inputs with a largest value of 127 in every group are quantised exactly."""
     ones = torch.ones(37, blocks_of(form, 96, 0), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
@@ -204,7 +204,7 @@ def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
 
 @needs_kernels
 @on_machines(EVERY)
-def test_a_product_is_that_of_torch_for_any_shape(form, machine):
+def test_product_matches_torch_for_any_shape(form, machine):
     for n, k, m in [(1, 32, 1), (2, 64, 48), (7, 96, 33), (9, 32, 100), (33, 320, 17), (5, 64, 0)]:
         x, weight = torch.randn(n, k), a_matrix(form, m, k, n_before=n + k // 32)
         expected = quant_gemm(x, weight)
@@ -217,7 +217,7 @@ def test_a_product_is_that_of_torch_for_any_shape(form, machine):
 
 @needs_kernels
 @FORMS
-def test_a_row_is_the_same_in_any_batch_and_on_any_number_of_threads(form):
+def test_row_is_bitwise_equal_in_any_batch_and_for_any_thread_count(form):
     kernel, weight, x = (
         kernel_for(form, this_machine()),
         a_matrix(form, 70, 128),
@@ -237,7 +237,7 @@ def test_a_row_is_the_same_in_any_batch_and_on_any_number_of_threads(form):
 @needs_kernels
 @FORMS
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_a_number_that_is_none_spoils_its_own_row_alone(form, wrong):
+def test_nan_or_inf_input_affects_only_its_own_row(form, wrong):
     x, weight = torch.randn(3, 64), a_matrix(form, 20, 64)
     x[1, 40] = wrong
     for result in (multiplied(kernel_for(form, this_machine()), x, weight), quant_gemm(x, weight)):
@@ -254,7 +254,7 @@ def test_inputs_are_rounded_alike_by_kernels_and_torch():
 
 
 @FORMS
-def test_a_token_is_looked_up_in_any_order(form):
+def test_tokens_are_looked_up_in_any_order(form):
     weight = a_matrix(form, 37, 64)
     rows = torch.tensor([36, 0, 17, 0, 5])
     assert torch.equal(QuantWeight(weight, 16).lookup(rows, 0, TorchOps()), weight.values()[rows])
@@ -262,7 +262,7 @@ def test_a_token_is_looked_up_in_any_order(form):
 
 @needs_kernels
 @on_machines(EVERY)
-def test_a_kernel_looks_up_what_torch_does(form, machine):
+def test_embedding_kernel_matches_torch(form, machine):
     kernel = QuantEmbeddingKernel(form, machine)
     for n_outputs, n_before in ((37, 0), (33, 3), (1, 1)):
         weight = a_matrix(form, n_outputs, 96, n_before)
@@ -286,7 +286,7 @@ def test_tokens_of_other_ranks_are_looked_up_as_zeros(form):
 
 
 @FORMS
-def test_matrices_concat_outputs_give_each_its_outputs(form):
+def test_concat_outputs_gives_the_outputs_of_each_matrix(form):
     parts = [a_matrix(form, n, 64) for n in (24, 8, 3)]
     whole = QuantWeight.concat_outputs([QuantWeight(part, 16) for part in parts])
     x = torch.randn(3, 64)
@@ -294,7 +294,7 @@ def test_matrices_concat_outputs_give_each_its_outputs(form):
     torch.testing.assert_close(whole.apply(x, TorchOps()), expected)
 
 
-def test_matrices_of_several_formats_give_their_outputs_side_by_side():
+def test_concat_outputs_accepts_matrices_of_several_formats():
     groups = [a_matrix(form, n, 256) for form, n in ((INT8, 24), (BLOCKS["Q6_K"], 8))]
     dense = DenseWeight((5, 256), dtype=torch.float32, device=torch.device("meta"))
     dense.load(torch.randn(5, 256))
@@ -309,7 +309,7 @@ def test_matrices_of_several_formats_give_their_outputs_side_by_side():
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize("kernel", [GemvKernel, GemmKernel], ids=["few", "many"])
-def test_a_matrix_in_16_bits_is_multiplied_as_if_it_had_32(kernel, stored, machine):
+def test_16_bit_matrix_gives_same_bits_as_its_float32_copy(kernel, stored, machine):
     narrow = kernel(torch.float32, stored, machine)
     wide = kernel(torch.float32, torch.float32, machine)
     for n, k, m in [(1, 64, 48), (2, 5, 7), (7, 33, 1), (13, 100, 29)]:

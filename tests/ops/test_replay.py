@@ -43,7 +43,7 @@ def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("alone", [0, 1, 2, 3])
-def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone):
+def test_each_call_sees_writes_of_all_threads_in_previous_call(n_threads, alone):
     """Every `alone`-th call uses one thread; more threads than cores must not hang."""
     program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
@@ -59,8 +59,8 @@ def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone)
         assert x.tolist() == [(turn + 1) * n_calls] * n
 
 
-def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
-    """At any position, also at the end; the Python function runs between the calls."""
+def test_host_calls_run_between_recorded_kernel_calls(n_threads=3):
+    """Host calls are also possible at the start and at the end."""
     program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
     seen = []
@@ -77,7 +77,7 @@ def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
         seen.clear()
 
 
-def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
+def test_recording_can_be_replayed_after_host_call_raises():
     program, recording, n = next_of(), Recording(Arena()), 6
     x, y = torch.zeros(2, n, dtype=torch.int64)
     errors = [KeyboardInterrupt()]
@@ -97,7 +97,7 @@ def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
     assert x.tolist() == [2] * n
 
 
-def test_memory_of_an_arena_is_taken_again_when_the_last_view_of_it_is_gone():
+def test_arena_reuses_memory_once_its_last_view_is_freed():
     arena = Arena()
     like = torch.empty(3, 40)
     first = arena.tensor(like)
@@ -115,7 +115,7 @@ def ops():
     return CPUOps(torch.float64, 4, {1})
 
 
-def test_operators_of_torch_are_not_recorded(ops):
+def test_torch_operators_raise_not_recorded(ops):
     x = torch.ones(2, 6, dtype=torch.float64)
     for compute in (
         lambda: x + 1,
@@ -133,7 +133,7 @@ def test_operators_of_torch_are_not_recorded(ops):
     assert torch.equal(ops.add_(x, x), torch.full((2, 6), 2.0, dtype=torch.float64))
 
 
-def test_nothing_is_computed_while_it_is_recorded(ops):
+def test_recording_computes_nothing_until_replay(ops):
     x, y = torch.ones(2, 3, 6, dtype=torch.float64)
     with ops.recording() as recording:
         ops.add_(x, y)
@@ -144,8 +144,8 @@ def test_nothing_is_computed_while_it_is_recorded(ops):
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu"])
-def test_a_kernel_may_be_built_while_a_step_is_recorded(kind, monkeypatch):
-    """Building silu called torch, so without a code cache the first step was not recorded.
+def test_kernel_can_be_built_during_recording(kind, monkeypatch):
+    """Regression: building silu called torch, so without a code cache no first step was recorded.
 
     Steps with that number of rows then ran operator by operator until the program ended.
     """

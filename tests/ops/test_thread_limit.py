@@ -40,14 +40,14 @@ class Cores:
         return used[0]
 
 
-def test_one_thread_fewer_is_used_while_a_thread_waits_for_a_core_most_of_the_time():
+def test_limit_drops_by_one_while_a_thread_waits_for_a_core():
     cores = Cores()
     assert cores.threads_of(MEAN_S, n_waiting=0.8) == 2
     assert cores.threads_of(HOLD_S) == 1
     assert cores.threads_of(SAMPLE_S) == 2, "a limit holds for a while"
 
 
-def test_after_a_limit_all_threads_are_tried_shortly_and_stay_if_none_waits():
+def test_all_threads_are_retried_and_kept_if_none_waits():
     cores = Cores()
     cores.threads_of(MEAN_S, n_waiting=0.8)
     cores.threads_of(HOLD_S)
@@ -56,8 +56,8 @@ def test_after_a_limit_all_threads_are_tried_shortly_and_stay_if_none_waits():
     assert [cores.threads_of(SAMPLE_S) for _ in range(9)] == [2] * 9
 
 
-def test_all_threads_are_kept_if_they_are_faster_than_one_fewer():
-    """Two threads of which one waits half of the time are as fast as one."""
+def test_limit_drops_only_if_fewer_threads_are_faster():
+    """Two threads are as fast as one thread if one of the two waits half of the time."""
     for n_threads, n_waiting, then in [(2, 0.5, 2), (16, 0.05, 16), (16, 0.1, 15)]:
         cores = Cores(n_threads)
         cores.threads_of(MEAN_S, n_waiting)
@@ -130,12 +130,12 @@ def test_kernels_use_no_more_threads_than_the_limit(monkeypatch):
 
 
 @needs_openmp
-def test_the_threads_of_the_team_are_known():
+def test_team_ids_are_live_threads_of_this_process():
     ids = jit._team_ids()
     assert threading.get_native_id() in ids and len(ids) == torch.get_num_threads()
     assert ids <= {int(each.name) for each in Path("/proc/self/task").iterdir()}
     assert run_delay_s(ids) >= 0
 
 
-def test_the_waiting_time_of_a_thread_that_does_not_exist_is_unknown():
+def test_run_delay_of_missing_thread_is_nan():
     assert math.isnan(run_delay_s({0}))

@@ -88,7 +88,7 @@ def test_without_a_key_only_health_answers(keyed, path):
         basic(f":{KEYS[1]}"),
     ],
 )
-def test_each_key_is_let_in(keyed, headers):
+def test_each_key_is_accepted_as_bearer_and_basic(keyed, headers):
     assert keyed.send("GET", "/v1/models", headers=headers)[0] == 200
 
 
@@ -116,13 +116,13 @@ def test_each_key_is_let_in(keyed, headers):
         {"authorization": "Bearer " + "a" * 60_000},
     ],
 )
-def test_nothing_but_a_whole_key_is_let_in(keyed, headers):
-    """Basic credentials with bytes outside ASCII caused a 500."""
+def test_wrong_malformed_or_misplaced_keys_get_401(keyed, headers):
+    """Regression: Basic credentials with bytes outside ASCII caused a 500."""
     assert keyed.send("GET", "/v1/models", headers=headers)[0] == 401
     assert keyed.send("GET", f"/v1/models?api_key={KEYS[0]}", headers=headers)[0] == 401
 
 
-def test_a_body_is_not_read_for_who_has_no_key(keyed):
+def test_body_is_not_read_without_a_key(keyed):
     connection = keyed.connect(10)
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("content-length", str(MAX_BODY_BYTES))
@@ -141,7 +141,7 @@ def test_a_body_is_not_read_for_who_has_no_key(keyed):
         (KEYS, [("10.0.0.1", KEYS[0]), ("10.0.0.1", KEYS[1])], 2),
     ],
 )
-async def test_an_account_is_a_key_or_else_an_address(keys, requests, n_accounts):
+async def test_account_is_the_key_or_without_keys_the_address(keys, requests, n_accounts):
     accounts = set()
 
     async def app(scope, _receive, _send) -> None:
@@ -154,7 +154,7 @@ async def test_an_account_is_a_key_or_else_an_address(keys, requests, n_accounts
     assert len(accounts) == n_accounts
 
 
-def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
+def test_all_keys_are_compared_in_constant_time(monkeypatch):
     """The comparison takes equally long for every key and every common prefix."""
     compared = []
 
@@ -168,11 +168,11 @@ def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
         compared.clear()
         headers = access.Headers(bearer(key))
         assert held._has_key(headers) == (key in KEYS)
-        assert compared == [(32, 32)] * 3  # digests, which do not tell of a key's length
+        assert compared == [(32, 32)] * 3  # digests, which do not reveal a key's length
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o620, 0o601])
-def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path, mode):
+def test_key_file_accessible_to_other_users_is_refused(tmp_path, mode):
     path = tmp_path / "keys"
     path.write_text(KEYS[0])
     path.chmod(mode)
@@ -184,7 +184,7 @@ def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path, mode):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path):
+def test_readable_key_file_of_another_owner_is_accepted(tmp_path):
     path = tmp_path / "keys"
     path.write_text(KEYS[0])
     path.chmod(0o644)
@@ -205,7 +205,7 @@ def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path):
         ("sk-of-one-person\n" * 1025, "has 1025 keys"),
     ],
 )
-def test_what_is_no_file_of_keys_is_refused(tmp_path, text, says):
+def test_invalid_key_file_is_refused_without_quoting_keys(tmp_path, text, says):
     path = tmp_path / "keys"
     path.write_text(text)
     path.chmod(0o600)
@@ -214,7 +214,7 @@ def test_what_is_no_file_of_keys_is_refused(tmp_path, text, says):
     assert "sk-" not in str(refused.value).replace(str(path), "")
 
 
-def test_a_host_beyond_this_machine_without_keys_is_warned_of(model):
+def test_non_loopback_host_without_keys_prints_a_warning(model):
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         done = run_command("serve", f"--model={model}", "--host=0.0.0.0", f"--port={port}")
@@ -231,8 +231,8 @@ def test_a_host_beyond_this_machine_without_keys_is_warned_of(model):
      "0.0.0.0", "192.168.0.1", "[::2]", "[", "[::1].evil.example", "[::1",
      "localhost:80.evil.example", "localhost@evil.example", "127.1", "0x7f000001"],
 )  # fmt: skip
-def test_the_name_of_another_host_is_refused(tiny, host):
-    """Otherwise a page could give its own host name the address of this server and read it."""
+def test_foreign_host_header_is_refused(tiny, host):
+    """Otherwise a web page could read replies through DNS rebinding."""
     status, _, body = tiny.send("GET", "/v1/models", headers={"host": host})
     assert status == 403 and b"use localhost" in body
 
@@ -240,12 +240,12 @@ def test_the_name_of_another_host_is_refused(tiny, host):
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:1", "localhost.", "127.0.0.1", "127.9.9.9:80", "[::1]:80"]
 )
-def test_names_of_this_machine_are_taken(tiny, host):
+def test_loopback_host_header_is_accepted(tiny, host):
     assert tiny.send("GET", "/v1/models", headers={"host": host})[0] == 200
 
 
 @pytest.mark.parametrize("hosts", [[], ["localhost", "evil.example"], ["localhost", "localhost"]])
-def test_there_is_one_host_header(tiny, hosts):
+def test_missing_or_repeated_host_header_is_refused(tiny, hosts):
     connection = tiny.connect(10)
     connection.putrequest("GET", "/v1/models", skip_host=True)
     for host in hosts:
@@ -256,14 +256,14 @@ def test_there_is_one_host_header(tiny, hosts):
     connection.close()
 
 
-def test_loopback_is_told_from_other_addresses():
+def test_is_loopback_accepts_only_loopback_hosts():
     assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost", "127.0.0.53")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "", "10.0.0.1", "example.org", "::2")))
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_other_page_may_read_a_reply(tiny, path):
-    """No header allows another origin, and its preflight request is refused."""
+def test_other_origins_get_no_cors_headers_by_default(tiny, path):
+    """Preflight requests of other origins are refused, too."""
     asks = {
         "origin": "https://evil.example",
         "access-control-request-method": "POST",
@@ -302,12 +302,12 @@ def preflight(served: Served, origin: str, **headers: str) -> tuple[int, dict[st
 
 
 @pytest.mark.parametrize("origin", [ORIGIN, "http://localhost:3000"])
-def test_a_page_of_an_allowed_origin_is_served_with_its_key(with_origins, origin):
-    """Pages of other origins could not use the server, even if the operator wanted it."""
+def test_allowed_origin_gets_cors_headers_and_needs_a_key(with_origins, origin):
+    """Regression: no option let pages of other origins use the server."""
     status, headers = preflight(with_origins, origin)
     assert status == 200 and headers["access-control-allow-origin"] == origin
     assert "authorization" in headers["access-control-allow-headers"]
-    assert "access-control-allow-credentials" not in headers  # the browser's own password
+    assert "access-control-allow-credentials" not in headers  # no stored passwords
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     for key, expected in ((KEYS[0], 200), ("sk-of-nobody", 401)):
         status, headers, _ = with_origins.send(
@@ -323,7 +323,7 @@ def test_a_page_of_an_allowed_origin_is_served_with_its_key(with_origins, origin
      "https://evil.chat.example.org", "null", "*", "", ORIGIN.upper(), f"{ORIGIN}/",
      "localhost:3000"],
 )  # fmt: skip
-def test_a_page_of_another_origin_is_not(with_origins, origin):
+def test_origin_that_is_not_allowed_gets_no_cors_headers(with_origins, origin):
     status, headers = preflight(with_origins, origin)
     assert status == 400 and "access-control-allow-origin" not in headers
     _, headers, _ = with_origins.send(
@@ -332,13 +332,13 @@ def test_a_page_of_another_origin_is_not(with_origins, origin):
     assert "access-control-allow-origin" not in {name.lower() for name in headers}
 
 
-def test_an_allowed_origin_opens_neither_other_methods_nor_other_names_of_hosts(with_origins):
+def test_allowed_origin_does_not_allow_other_methods_or_hosts(with_origins):
     assert preflight(with_origins, ORIGIN, **{"access-control-request-method": "DELETE"})[0] == 400
     headers = {"origin": ORIGIN, "host": "evil.example", **bearer(KEYS[0])}
     assert with_origins.send("GET", "/v1/models", headers=headers)[0] == 403
 
 
-def test_every_origin_is_allowed_only_where_that_is_said(tmp_path):
+def test_allowed_origin_star_allows_every_origin_with_a_warning(tmp_path):
     folder = write_chat_folder(tmp_path)
     with Served(f"--model={folder}", "--allowed-origin=*") as served:
         assert "every web page" in served.stderr
@@ -353,7 +353,7 @@ def test_every_origin_is_allowed_only_where_that_is_said(tmp_path):
     ["null", "", "chat.example.org", f"{ORIGIN}/", f"{ORIGIN}:443", "http://a:80", "https://*.a",
      f"{ORIGIN}, https://b", "HTTPS://a", "https://a:b@c", "https://a?b"],
 )  # fmt: skip
-def test_what_is_no_origin_is_refused_before_work(text):
+def test_invalid_allowed_origin_is_refused(text):
     with pytest.raises(ValueError, match="not an origin"):
         origin_of(text)
 
@@ -364,7 +364,7 @@ def test_what_is_no_origin_is_refused_before_work(text):
      if "POST" in (route.methods or ()) and "lora_adapter" not in route.path],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [*FORMS, "", None])
-def test_a_form_of_another_page_changes_nothing(tiny, path, kind):
+def test_post_with_non_json_content_type_is_refused(tiny, path, kind):
     """The routes of adapters, which `tiny` does not have, are in test_served_adapters_http.py."""
     body = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}).encode()
     headers = {} if kind is None else {"content-type": kind}
@@ -374,7 +374,7 @@ def test_a_form_of_another_page_changes_nothing(tiny, path, kind):
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
-def test_json_is_taken(tiny, kind):
+def test_json_content_type_is_accepted(tiny, kind):
     status, _, _ = tiny.send("POST", "/tokenize", b'{"prompt":"a"}', {"content-type": kind})
     assert status == 200
 
@@ -386,7 +386,7 @@ def padded(n_bytes: int) -> bytes:
     return b'{"prompt":"a"' + b" " * (n_bytes - 14) + b"}"
 
 
-def test_a_body_is_bounded_with_and_without_its_length(tiny):
+def test_body_size_limit_holds_with_content_length_and_chunked(tiny):
     kind = {"content-type": "application/json"}
     assert tiny.send("POST", "/tokenize", padded(MAX_BODY_BYTES), kind)[0] == 200
     status, _, body = tiny.send("POST", "/tokenize", padded(MAX_BODY_BYTES + 1), kind)
@@ -403,7 +403,7 @@ def test_a_body_is_bounded_with_and_without_its_length(tiny):
     assert chunked(MAX_BODY_BYTES + 1) == 413
 
 
-def test_a_length_beyond_the_bound_is_refused_before_the_body_comes(tiny):
+def test_too_large_content_length_is_refused_before_the_body(tiny):
     connection = tiny.connect(10)
     connection.putrequest("POST", "/tokenize")
     connection.putheader("content-type", "application/json")
@@ -413,8 +413,8 @@ def test_a_length_beyond_the_bound_is_refused_before_the_body_comes(tiny):
     connection.close()
 
 
-def test_who_leaves_within_a_body_is_no_error_of_ours(tiny):
-    """Such a disconnect was logged with a traceback."""
+def test_disconnect_within_a_body_logs_no_error(tiny):
+    """Regression: a disconnect within a body was logged with a traceback."""
     before = len(tiny.lines)
     for _ in range(3):
         connection = tiny.connect(10)
@@ -427,12 +427,12 @@ def test_who_leaves_within_a_body_is_no_error_of_ours(tiny):
     assert [line for line in tiny.lines[before:] if " INFO " not in line] == []
 
 
-# What the log tells
+# The log
 
 MARK = "no-one-else-may-read-this"
 
 
-def test_what_clients_write_is_not_in_the_log(tiny):
+def test_client_text_is_not_written_to_the_log(tiny):
     """Clients cannot write escape sequences to the log or fill it."""
     before = len(tiny.lines)
     text = f"{MARK}\x1b[2J\x1b]0;title\x07\r\nFORGED"
@@ -489,7 +489,7 @@ def logged(served: Served, before: int, text: str) -> str:
     ],
 )  # fmt: skip
 def test_the_log_says_why_a_request_was_refused(tiny, method, path, fields, says):
-    """The log had only the status."""
+    """Regression: for a refused request the log had only the status."""
     before = len(tiny.lines)
     headers = {"content-type": "application/json", "x-request-id": "this-one"}
     tiny.send(method, path, fields, headers)
@@ -497,7 +497,7 @@ def test_the_log_says_why_a_request_was_refused(tiny, method, path, fields, says
     assert says in line and MARK not in line
 
 
-def test_a_request_that_its_client_leaves_is_cancelled_and_not_refused(tiny):
+def test_request_of_disconnected_client_is_logged_as_cancelled(tiny):
     before = len(tiny.lines)
     connection = tiny.connect(10)
     body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True}).encode()
@@ -512,7 +512,7 @@ def test_a_request_that_its_client_leaves_is_cancelled_and_not_refused(tiny):
     assert "cancelled request_id=this-one status=499 path=/v1/completions" in line
 
 
-def test_a_record_of_the_log_steers_no_terminal_and_passes_for_no_other():
+def test_log_text_cannot_inject_escape_sequences_or_records():
     def record(text: str, error: Exception | None = None) -> str:
         info = (type(error), error, None) if error else None
         made = logging.LogRecord("a", logging.ERROR, "", 0, "%s", (text,), info)
@@ -525,8 +525,8 @@ def test_a_record_of_the_log_steers_no_terminal_and_passes_for_no_other():
     assert "\x1b" not in "".join(told) and not re.search(r"^ERROR forged", told[-1])
 
 
-def test_an_address_of_another_machine_is_refused_with_advice_on_the_host():
-    """The error recommended another --port, which could not help."""
+def test_bind_error_advises_another_host_or_another_port():
+    """Regression: the error recommended another --port when only another --host could help."""
     with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 .*; give a --host that is an add"):
         bound_socket("192.0.2.1", 0)
     with socket.socket() as other:

@@ -90,8 +90,8 @@ places = st.lists(st.integers(1, len(TOKENS)), max_size=8)
 
 
 @given(places, places, st.integers(0, 12), st.integers(0, 12))
-def test_what_was_told_is_not_told_again_however_steps_fall(first, second, n_told, n_again):
-    """Beside other requests other drafts are accepted, so steps have other numbers of tokens."""
+def test_outputs_are_not_repeated_after_engine_restarts(first, second, n_told, n_again):
+    """In another batch other drafts are accepted, so steps have other numbers of tokens."""
 
     async def run() -> list[Output]:
         answer = new_answer([])
@@ -109,7 +109,7 @@ def test_what_was_told_is_not_told_again_however_steps_fall(first, second, n_tol
     assert [output.completion is not None for output in told][-1]
 
 
-async def test_an_engine_that_draws_other_tokens_is_found_out():
+async def test_answer_that_diverges_after_a_restart_is_cancelled():
     cancelled: list[Answer] = []
     answer = new_answer(cancelled)
     for output in outputs([3, 6])[:2]:
@@ -121,7 +121,7 @@ async def test_an_engine_that_draws_other_tokens_is_found_out():
         await answer.whole()
 
 
-async def test_who_reads_nothing_is_given_up(monkeypatch):
+async def test_answer_with_too_many_unread_outputs_is_cancelled(monkeypatch):
     monkeypatch.setattr(answers, "MAX_UNREAD", 3)
     cancelled: list[Answer] = []
     answer = new_answer(cancelled)
@@ -132,7 +132,7 @@ async def test_who_reads_nothing_is_given_up(monkeypatch):
         await answer.whole()
 
 
-async def test_who_leaves_early_cancels():
+async def test_closing_the_output_stream_early_cancels_the_answer():
     cancelled: list[Answer] = []
     answer = new_answer(cancelled)
     answer.put(outputs([2])[0])
@@ -142,8 +142,8 @@ async def test_who_leaves_early_cancels():
     assert cancelled == [answer] and answer.is_abandoned
 
 
-def test_what_a_refused_request_held_is_free_at_once():
-    """The error and the frame that awaited it formed a cycle, and 300 bodies were never freed."""
+def test_refused_request_is_freed_without_garbage_collection():
+    """Regression: the error and its frame formed a cycle, and 300 bodies were never freed."""
     held = []
 
     class Body:

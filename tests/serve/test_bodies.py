@@ -31,7 +31,7 @@ EXAMPLES: dict[type, dict[str, Any]] = {
     DetokenizeBody: {"tokens": [5, 6]},
 }
 TOO_LONG = "context_length_exceeded"
-VALUE = "the value goes here"  # what hostile text takes the place of
+VALUE = "the value goes here"  # a placeholder that hostile text replaces
 Place = tuple[str | int, ...]
 
 
@@ -55,7 +55,7 @@ FIELDS = [
     for place, kind in fields(inspect.type_info(body))
 ]  # fmt: skip
 NAMES = [f"{body.__name__}.{'.'.join(map(str, place))}" for body, place, _ in FIELDS]
-# What both kinds of completion have in common is tried with one of them.
+# Fields that chats and completions have in common are tried with completions only.
 COMMON = {place[0] for body, place, _ in FIELDS if body is CompletionBody}
 PLACES = [
     pytest.param(body, place, id=name)
@@ -204,7 +204,7 @@ def canary(tiny: Served) -> Iterator[Canary]:
 
 @pytest.mark.usefixtures("canary")
 @pytest.mark.parametrize(("body", "place", "kind"), FIELDS, ids=NAMES)
-def test_a_field_has_bounds_and_a_type(tiny, body, place, kind):
+def test_field_bounds_and_types_are_enforced(tiny, body, place, kind):
     for member in members(kind):
         for value, is_fit in values(member):
             if is_fit:
@@ -239,8 +239,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_no_value_of_a_field_is_an_error_of_ours(tiny, canary, body):
-    """A body that is not UTF-8 caused a 500, and the error quoted a long value whole."""
+def test_hostile_field_values_never_cause_a_server_error(tiny, canary, body):
+    """Regression: a body that is not UTF-8 caused a 500, and errors quoted long values in full."""
     places = (param.values[1] for param in PLACES if param.values[0] is body)
     for number, place in enumerate(places):
         around = of_body(body, place, VALUE)
@@ -254,7 +254,7 @@ def test_no_value_of_a_field_is_an_error_of_ours(tiny, canary, body):
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_body_is_one_object(tiny, canary, body):
+def test_body_that_is_not_one_json_object_is_refused(tiny, canary, body):
     given = EXAMPLES[body]
     good = json.dumps(given).encode()
     for data in (*HOSTILE, b"\xef\xbb\xbf" + good, good + good, good.decode().encode("utf-16")):
@@ -263,7 +263,7 @@ def test_a_body_is_one_object(tiny, canary, body):
 
 
 @pytest.mark.parametrize(("body", "place"), PLACES)
-def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
+def test_unknown_field_is_refused_by_name(tiny, body, place):
     """A misspelt field is refused at every depth, with the right name."""
     data = of_body(body, place, VALUE)
     wrong = data.replace(f'"{place[-1]}": "{VALUE}"'.encode(), b'"tempreture": 0')
@@ -305,8 +305,8 @@ def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_names_its_field_and_kind(tiny, body, given, param, code, says, stream):
-    """Other errors named no field; clients that shorten long prompts need the code."""
+def test_error_names_its_field_and_code(tiny, body, given, param, code, says, stream):
+    """Regression: some errors named no field. Clients that shorten long prompts need the code."""
     fields = EXAMPLES[body]
     data = json.dumps({**fields, **given, "stream": stream}).encode()
     error = require_error(send(tiny, body, data), data)
@@ -314,34 +314,34 @@ def test_an_error_names_its_field_and_kind(tiny, body, given, param, code, says,
     assert says in error["message"]
 
 
-def test_the_lists_and_objects_of_a_body_are_bounded(tiny):
-    """300 bodies of 680,000 empty lists each took 2.5 GB, and /health was silent for a minute."""
+def test_number_of_lists_and_objects_in_a_body_is_bounded(tiny):
+    """Regression: 300 bodies of 680,000 lists took 2.5 GB, and blocked /health for a minute."""
     for inner in ("[],", "{},", '{"[":[]},', r'"\\",[],'):
         content = f'{inner * MAX_NESTED}"a"'.encode()
         data = b'{"max_tokens":1,"messages":[{"role":"user","content":[' + content + b"]}]}"
         error = require_error(send(tiny, ChatBody, data), data)
         assert f"more than {MAX_NESTED} lists and objects" in error["message"]
-    text = r"[{\\" * (MAX_NESTED // 8) + r"\"[{" * MAX_NESTED  # of a text there may be more
+    text = r"[{\\" * (MAX_NESTED // 8) + r"\"[{" * MAX_NESTED  # not counted inside a string
     for prompt in (text, json.loads(f'"{text}"') + "[" * MAX_NESTED):
         data = json.dumps({"prompt": prompt}).encode()
         assert send(tiny, TokenizeBody, data)[0] == 200
 
 
-def test_the_texts_of_a_body_are_bounded(tiny):
-    """100 bodies of 400,000 texts each took 3.1 GB."""
+def test_number_of_strings_in_a_body_is_bounded(tiny):
+    """Regression: 100 bodies of 400,000 strings each took 3.1 GB."""
     data = json.dumps({"prompt": ["a"] * (MAX_TEXTS + 1), "max_tokens": 1}).encode()
     error = require_error(send(tiny, CompletionBody, data), data)
     assert f"more than {MAX_TEXTS} strings" in error["message"]
-    data = json.dumps({"prompt": '"' * 4 * MAX_TEXTS}).encode()  # inside a text there may be more
+    data = json.dumps({"prompt": '"' * 4 * MAX_TEXTS}).encode()  # not counted inside a string
     assert send(tiny, TokenizeBody, data)[0] == 200
 
 
-N_RANDOM = 200  # of each body; `python -m launch.fuzz` makes more of them
+N_RANDOM = 200  # per type of body; `python -m launch.fuzz` tries more
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_random_bodies_are_answered_or_refused(tiny, canary, body):
-    """Bodies with several fields at their bounds; in half of them one field is out of bounds."""
+    """Bodies with several fields at their bounds; in every second body one is out of bounds."""
     rng = random.Random(5)
     given = EXAMPLES[body]
     kinds = {place[0]: kind for of, place, kind in FIELDS if of is body and len(place) == 1}
@@ -366,17 +366,17 @@ def test_random_bodies_are_answered_or_refused(tiny, canary, body):
         if reply[0] != 200 or number % 2:
             require_error(reply, data)
         n_answered += reply[0] == 200
-    assert n_answered > N_RANDOM // 20 or body is DetokenizeBody  # has no bound but wrong ids
+    assert n_answered > N_RANDOM // 20 or body is DetokenizeBody  # most bounds are unknown ids
     canary.check()
 
 
-def test_the_last_of_a_field_that_comes_twice_is_checked(tiny):
+def test_last_value_of_a_repeated_field_is_checked(tiny):
     data = b'{"prompt":"a","max_tokens":1,"max_tokens":-1}'
     require_error(send(tiny, CompletionBody, data), data)
 
 
-def test_every_text_and_list_has_a_bound():
-    """Except free-form JSON, which the limit of the whole body bounds."""
+def test_every_string_list_number_and_object_has_a_bound():
+    """Free-form JSON is exempt, because the limit of the whole body bounds it."""
 
     def unbounded(of: inspect.Type, at: str) -> Iterator[str]:
         match of:

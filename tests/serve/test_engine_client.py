@@ -1,4 +1,4 @@
-"""The frontend's client of the engine, with engines that a test simulates."""
+"""The frontend's engine client, with simulated engines."""
 
 import asyncio
 import socket
@@ -104,7 +104,7 @@ async def ready(client: EngineClient, engines: list[Played], number: int = 0) ->
     return engines[number]
 
 
-async def test_nothing_is_taken_in_before_the_engine_is_there():
+async def test_requests_are_refused_until_the_engine_is_loaded():
     async with playing() as (client, engines, _):
         with pytest.raises(NotReady, match="being loaded"):
             client.submit(request())
@@ -113,7 +113,7 @@ async def test_nothing_is_taken_in_before_the_engine_is_there():
         assert client.is_ready
 
 
-async def test_a_bound_of_choices_is_kept_and_room_comes_back():
+async def test_max_choices_is_enforced_and_room_is_freed():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         with pytest.raises(UsageError, match="5 completions at once exceed the limit of 4"):
@@ -127,7 +127,7 @@ async def test_a_bound_of_choices_is_kept_and_room_comes_back():
         client.submit(request())
 
 
-async def test_an_account_that_has_no_request_finds_a_place_beside_one_that_takes_all():
+async def test_new_account_is_admitted_while_another_fills_the_server():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         first, *_others = [client.submit(request(), "greedy") for _ in range(4)]
@@ -147,7 +147,7 @@ async def test_an_account_that_has_no_request_finds_a_place_beside_one_that_take
         client.submit(request(), "third")
 
 
-async def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
+async def test_refused_or_failed_request_does_not_end_others():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         refused, failed, good = (client.submit(request()) for _ in range(3))
@@ -161,7 +161,7 @@ async def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
         assert len(await good.whole()) == 1 and client.n_choices == 0
 
 
-async def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
+async def test_request_runs_on_at_most_three_engines():
     """Otherwise one request that crashes engines would end the server."""
     async with playing() as (client, engines, _):
         for number in range(3):
@@ -177,7 +177,7 @@ async def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
         assert client.n_choices == 0 and client.n_restarts == 3
 
 
-async def test_what_nobody_waits_for_is_cancelled_and_not_run_again():
+async def test_abandoned_request_is_cancelled_and_not_resubmitted():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         answer = client.submit(request())
@@ -189,7 +189,7 @@ async def test_what_nobody_waits_for_is_cancelled_and_not_run_again():
         assert client.n_choices == 0
 
 
-async def test_an_engine_that_does_not_step_is_ended():
+async def test_engine_that_does_not_step_in_time_is_replaced():
     async with playing(step_timeout_s=0.3) as (client, engines, _):
         await ready(client, engines)
         client.submit(request())
@@ -198,7 +198,7 @@ async def test_an_engine_that_does_not_step_is_ended():
         assert not client.is_ready
 
 
-async def test_an_idle_engine_is_asked_to_step_and_says_so_by_stepping():
+async def test_idle_engine_is_probed_and_stays_ready_when_it_steps():
     async with playing(step_timeout_s=2) as (client, engines, _):
         engine = await ready(client, engines)
         probe = await engine.hear()
@@ -208,7 +208,7 @@ async def test_an_idle_engine_is_asked_to_step_and_says_so_by_stepping():
         assert client.is_ready and client.n_choices == 0 and len(engines) == 1
 
 
-async def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
+async def test_too_many_engine_restarts_end_client_and_requests():
     async with playing(restarts=1) as (client, engines, running):
         engine = await ready(client, engines)
         answer = client.submit(request())
@@ -221,7 +221,7 @@ async def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
 
 
 async def test_a_new_engine_gets_the_adapters_before_the_requests():
-    """It starts with those of the command line, and would refuse the requests."""
+    """A new engine has only the command line's adapters, and would refuse the requests."""
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         for name, folder in (("a", "x"), ("b", "y"), ("b", None)):

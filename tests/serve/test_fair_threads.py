@@ -23,8 +23,8 @@ async def started(work: Awaitable[object]) -> "asyncio.Task[object]":
     return task
 
 
-async def test_small_work_is_done_while_large_work_of_many_waits():
-    """Work was done in the order of arrival, in four threads."""
+async def test_small_work_runs_while_large_work_of_many_clients_waits():
+    """Regression: work ran in the order of arrival, in four threads."""
     threads = FairThreads()
     goes_on = threading.Event()
     large = [await started(threads.run(goes_on.wait, LARGE, str(n))) for n in range(40)]
@@ -34,7 +34,7 @@ async def test_small_work_is_done_while_large_work_of_many_waits():
     await asyncio.gather(*large)
 
 
-async def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
+async def test_client_with_little_work_overtakes_client_with_much():
     threads = FairThreads()
     goes_on, order = threading.Event(), []
     tasks = [await started(threads.run(goes_on.wait, LARGE, "greedy"))]
@@ -48,7 +48,7 @@ async def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
 
 
 async def test_large_bodies_wait_while_much_large_work_is_waiting():
-    """The server read all bodies at once, and 100 clients took 900 MB."""
+    """Regression: the server read all bodies at once, and 100 clients took 900 MB."""
     threads = FairThreads()
     await threads.wait_for_large(1, "a", 0.05)
     goes_on = threading.Event()
@@ -64,7 +64,7 @@ async def test_large_bodies_wait_while_much_large_work_is_waiting():
     await tasks[0]
 
 
-async def test_work_that_does_not_begin_in_time_is_refused_and_not_done():
+async def test_work_that_times_out_in_the_queue_is_not_run():
     threads = FairThreads()
     goes_on, done = threading.Event(), []
     first = await started(threads.run(goes_on.wait, LARGE, "a"))
@@ -75,7 +75,7 @@ async def test_work_that_does_not_begin_in_time_is_refused_and_not_done():
     assert await threads.run(lambda: 3, LARGE, "b") == 3 and done == []
 
 
-async def test_a_thread_is_busy_until_work_ends_that_nobody_waits_for():
+async def test_thread_stays_busy_until_cancelled_work_ends():
     threads = FairThreads()
     goes_on, left = threading.Event(), []
     first = await started(threads.run(goes_on.wait, LARGE, "gone"))
@@ -87,7 +87,7 @@ async def test_a_thread_is_busy_until_work_ends_that_nobody_waits_for():
     assert left == [True]
 
 
-async def test_a_template_that_takes_long_holds_up_templates_alone():
+async def test_slow_templates_do_not_delay_other_small_work():
     threads = FairThreads()
     goes_on = threading.Event()
     chats = [await started(threads.run(goes_on.wait, 100, str(n), renders=True)) for n in range(9)]
@@ -96,8 +96,8 @@ async def test_a_template_that_takes_long_holds_up_templates_alone():
     await asyncio.gather(*chats)
 
 
-async def test_large_work_leaves_the_lane_idle_for_three_times_as_long():
-    """Large bodies of many clients kept a core and the interpreter's lock busy all the time."""
+async def test_lane_stays_idle_three_times_as_long_as_large_work_ran():
+    """Regression: large bodies of many clients kept a core and the GIL busy all the time."""
     threads = FairThreads()
     times = []
 
@@ -111,15 +111,15 @@ async def test_large_work_leaves_the_lane_idle_for_three_times_as_long():
         assert started - ended > 0.08
 
 
-async def test_large_parts_of_an_answer_are_written_in_a_thread():
-    """The event loop encoded all parts, and other clients waited for it."""
+async def test_only_large_parts_of_an_answer_are_encoded_in_a_thread():
+    """Regression: the event loop encoded all parts of an answer, and other clients waited."""
     context = RequestContext(Service(["m"], None, None), None)
     own = threading.get_ident()
     assert await context.serialize(threading.get_ident, 100) == own
     assert await context.serialize(threading.get_ident, LARGE) != own
 
 
-def test_a_body_is_sent_in_pieces_each_when_the_client_has_room():
+def test_large_json_body_is_sent_in_chunks():
     sent, text = [], b"1234567" * CHUNK_BYTES
 
     async def send(message):
@@ -132,7 +132,7 @@ def test_a_body_is_sent_in_pieces_each_when_the_client_has_room():
     assert [piece["more_body"] for piece in pieces] == [True] * 6 + [False]
 
 
-def test_choices_that_are_encoded_already_make_the_same_reply():
+def test_reply_from_encoded_choices_has_the_same_choices():
     choices = [CompletionChoice(index=n, text='a"', token_ids=[n]) for n in range(2)]
     fields = {"id": "1", "object": "text_completion", "created": 2, "model": "m"}
     encoded = CompletionReply(**fields, choices=[]).encode_with([each.encode() for each in choices])

@@ -51,7 +51,7 @@ def value(shown: dict[tuple[str, str], float], name: str, **labels: str) -> floa
 
 
 @pytest.mark.parametrize("prefix", ["parallel_llama", "vllm"])
-def test_an_answer_is_counted_under_both_names(shown, prefix):
+def test_answer_is_counted_under_both_metric_prefixes(shown, prefix):
     assert value(shown, f"{prefix}:generation_tokens_total") == 5
     assert value(shown, f"{prefix}:prompt_tokens_total") == 3
     assert value(shown, f"{prefix}:request_success_total", finished_reason="length") == 1
@@ -63,18 +63,18 @@ def test_an_answer_is_counted_under_both_names(shown, prefix):
     assert sum(sums) == pytest.approx(whole, abs=0.01)
 
 
-def test_vllms_series_are_there(shown):
+def test_series_that_vllm_dashboards_read_are_exported(shown):
     names = {name for name, _ in shown}
     assert not {f"vllm:{name}" for name in OF_VLLM} - names
 
 
-def test_every_rank_is_told_of(shown):
+def test_every_rank_is_reported_as_up(shown):
     assert [value(shown, "parallel_llama:rank_up", rank=rank) for rank in "01"] == [1, 1]
     assert value(shown, "parallel_llama:up") == 1
     assert 0 <= value(shown, "parallel_llama:step_age_seconds") < 30
 
 
-def test_the_board_reads_series_that_are_there(shown):
+def test_grafana_dashboard_reads_only_exported_series(shown):
     board = json.loads((ROOT / "launch" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     read = {name for query in queries for name in re.findall(r"parallel_llama:\w+", query)}

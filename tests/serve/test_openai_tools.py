@@ -38,7 +38,7 @@ def ask(client, **fields):
         {"tool_choice": {"type": "function", "function": {"name": "get_rain"}}},
     ],
 )
-def test_a_call_that_has_to_come_comes(client, fields):
+def test_required_tool_call_is_made(client, fields):
     (answer,) = ask(client, **fields).choices
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
     (call,) = answer.message.tool_calls
@@ -63,7 +63,7 @@ def test_a_stream_has_the_same_calls(client):
     ]
 
 
-def test_the_client_s_own_helper_reads_a_stream(client):
+def test_openai_stream_helper_reads_tool_calls(client):
     with client.chat.completions.stream(
         model="smollm2",
         messages=QUESTION,
@@ -78,7 +78,7 @@ def test_the_client_s_own_helper_reads_a_stream(client):
     assert choice.message.tool_calls[0].function.parsed_arguments["city"]
 
 
-def test_what_a_function_returned_is_answered(client):
+def test_tool_result_is_used_in_the_answer(client):
     call = {"id": "a1b2c3d4e", "type": "function"}
     call["function"] = {"name": "get_rain", "arguments": '{"city": "Oslo", "unit": "mm"}'}
     messages = [
@@ -90,13 +90,13 @@ def test_what_a_function_returned_is_answered(client):
     assert answer.finish_reason == "stop" and "7" in answer.message.content
 
 
-def test_functions_that_are_not_to_be_called_are_not(client):
+def test_tool_choice_none_answers_as_without_tools(client):
     (answer,) = ask(client, tool_choice="none", max_tokens=8).choices
     (plain,) = ask(client, tools=openai.omit, max_tokens=8).choices
     assert answer.message.tool_calls is None and answer.message.content == plain.message.content
 
 
-def test_tokens_are_those_of_the_prompt_with_functions(client, smollm2):
+def test_usage_and_tokenize_count_the_tools_alike(client, smollm2):
     given = {"messages": QUESTION, "tools": [RAIN, TIME]}
     count = smollm2.post("/tokenize", **given)["count"]
     assert ask(client, tool_choice="auto", max_tokens=1).usage.prompt_tokens == count
@@ -111,6 +111,6 @@ def test_tokens_are_those_of_the_prompt_with_functions(client, smollm2):
         ({"tools": [TIME] * 2}, "the same name"),
     ],
 )
-def test_functions_that_cannot_be_called_are_refused(client, fields, says):
+def test_invalid_tools_are_refused_with_the_reason(client, fields, says):
     with pytest.raises(openai.BadRequestError, match=says):
         ask(client, **fields)

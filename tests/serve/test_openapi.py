@@ -41,7 +41,7 @@ def test_every_reference_leads_to_a_schema():
         ("/status", None),
     ],
 )
-def test_replies_are_as_described(smollm2, described, path, body):
+def test_replies_match_the_openapi_schema(smollm2, described, path, body):
     method = "get" if body is None else "post"
     status, _, reply = smollm2.send(method.upper(), path, body)
     pattern = path if path in described["paths"] else "/v1/models/{name}"
@@ -50,7 +50,7 @@ def test_replies_are_as_described(smollm2, described, path, body):
     jsonschema.validate(json.loads(reply), {**schema, "components": described["components"]})
 
 
-def test_events_are_as_described(smollm2, described):
+def test_stream_events_match_the_openapi_schema(smollm2, described):
     operation = described["paths"]["/v1/chat/completions"]["post"]
     schema = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
     events = list(smollm2.events("/v1/chat/completions", messages=QUESTION, max_tokens=2))

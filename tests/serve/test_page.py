@@ -20,7 +20,7 @@ PAGE = Path(page_files.__file__).with_name("page")
 VENDOR = PAGE / "vendor"
 OWN = sorted(path for path in PAGE.iterdir() if path.is_file())
 
-# What loads a file.
+# Patterns of the references that load a file.
 REFERENCES = {
     "html": re.compile(r'\s(?:src|href)="([^"#][^"]*)"'),
     "css": re.compile(r"""(?:url\(\s*|@import\s+)["']?([^)"']+)"""),
@@ -52,7 +52,7 @@ def references(path: str, text: str) -> set[str]:
     return set(REFERENCES[kind].findall(text)) if kind in REFERENCES else set()
 
 
-def test_everything_that_the_page_loads_is_served_and_nothing_else(server):
+def test_page_loads_exactly_the_files_that_are_served(server):
     found: set[str] = set()
     left = {"/"}
     while left:
@@ -69,7 +69,7 @@ def test_everything_that_the_page_loads_is_served_and_nothing_else(server):
     assert found == served - {"/page/index.html"} | {"/"}
 
 
-def test_references_are_found():
+def test_references_are_found_in_html_css_and_js():
     assert references("/", '<a href="a.css"> <img src="b"> <a href="#c">') == {"a.css", "b"}
     assert references("/page/a.css", "@import 'b.css'; a { background: url(c.png) }") == {
         "b.css",
@@ -85,7 +85,7 @@ def test_the_page_names_no_other_origin(path):
     assert not re.findall(r"""https?://\S+|["'(]//\S+""", text)
 
 
-def test_the_html_has_no_script_or_style_of_its_own():
+def test_html_has_no_inline_script_or_style():
     html = (PAGE / "index.html").read_text()
     assert not re.findall(r"<style|<script(?![^>]*\ssrc=)|\sstyle=|\son\w+=|javascript:", html)
 
@@ -101,7 +101,7 @@ def test_every_answer_has_the_security_headers(server, path):
 
 
 @pytest.mark.parametrize("path", ["/", "/page/vendor/marked.esm.js"])
-def test_a_file_that_a_browser_has_is_not_sent_again(server, path):
+def test_matching_etag_gets_304_without_a_body(server, path):
     _, headers, body = get(server, path)
     assert body and headers["Cache-Control"] == "no-cache"
     status, _, body = get(server, path, {"If-None-Match": f'"other", W/{headers["ETag"]}'})
@@ -114,11 +114,11 @@ def test_a_file_that_a_browser_has_is_not_sent_again(server, path):
     ["/page/", "/page/index.html", "/page/../page_files.py", "/page/%2e%2e/page_files.py",
      "/page//etc/passwd", "/page/vendor/sources.json", "/page/vendor"],
 )  # fmt: skip
-def test_nothing_but_the_listed_files_is_served(server, path):
+def test_unlisted_paths_get_404(server, path):
     assert get(server, path)[0] == 404
 
 
-def test_vendored_files_are_the_published_ones():
+def test_vendored_files_match_their_recorded_hashes():
     sources = json.loads((VENDOR / "sources.json").read_text())
     licences = {source["licence_file"] for source in sources.values()}
     assert {path.name for path in VENDOR.iterdir()} == {*sources, *licences, "sources.json"}

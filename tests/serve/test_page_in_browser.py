@@ -21,7 +21,7 @@ if CHROMIUM is None and "CI" not in os.environ:
 expect.set_options(timeout=30_000)
 DESKTOP, PHONE = (1280, 800), (360, 740)
 
-# The contrast of every text that is seen, with what it says.
+# The contrast of every visible text, with the text.
 # Source: the relative luminance and contrast ratio of WCAG 2.2.
 CONTRASTS = """
 () => {
@@ -125,7 +125,7 @@ def test_an_answer_streams_and_ends_with_its_speed(page, server):
     assert request["model"] == MODEL and request["stream_options"] == {"include_usage": True}
 
 
-def test_text_shows_before_the_answer_is_whole_and_stays_when_stopped(page):
+def test_partial_answer_is_shown_and_kept_when_stopped(page):
     ask(page, "count")
     answer = page.locator(".answer")
     expect(answer.locator(".body")).to_contain_text("0 1 2")
@@ -139,7 +139,7 @@ def test_text_shows_before_the_answer_is_whole_and_stays_when_stopped(page):
     expect(page.locator("#question")).to_be_focused()
 
 
-def test_a_finished_paragraph_is_not_made_again_while_the_next_one_grows(page):
+def test_finished_paragraph_is_not_rerendered_while_streaming(page):
     """Otherwise every token would clear the reader's selection."""
     ask(page, "count")
     first = page.locator(".answer .body em")
@@ -179,7 +179,7 @@ def test_a_hostile_answer_runs_and_loads_nothing(page, server):
     assert all(url.startswith(server.url) for url in elsewhere)
 
 
-def test_formulas_are_laid_out_and_amounts_of_money_are_not(page):
+def test_formulas_are_rendered_but_amounts_of_money_are_not(page):
     ask_and_wait(page, "formulas")
     body = page.locator(".answer .body")
     expect(body.locator("math")).to_have_count(4)
@@ -224,7 +224,7 @@ def test_hostile_formulas_and_code_run_load_and_style_nothing(page, server):
     body = page.locator(".answer .body")
     expect(body.locator("math")).not_to_have_count(0)
     expect(body.locator(".hljs-string")).to_contain_text("<img src=x")
-    expect(body.locator("code.formula").first).to_contain_text("def")  # what KaTeX does not take
+    expect(body.locator("code.formula").first).to_contain_text("def")  # KaTeX refuses it
     assert body.locator("img, script, math a, [href], [style], annotation").count() == 0
     assert page.evaluate("window.ran") is None
     assert all(url.startswith(server.url) for url in elsewhere)
@@ -244,7 +244,7 @@ def test_hostile_formulas_and_code_run_load_and_style_nothing(page, server):
         ("fetch('http://elsewhere.invalid/').catch(() => {})", "connect-src"),
     ],
 )
-def test_the_policy_stops_what_would_come_through_all_the_same(browser, server, script, directive):
+def test_content_security_policy_blocks_script_and_requests(browser, server, script, directive):
     page = browser.new_page()
     page.goto(server.url)
     refused = page.evaluate(
@@ -262,8 +262,8 @@ def test_the_policy_stops_what_would_come_through_all_the_same(browser, server, 
 
 
 @pytest.mark.parametrize(("question", "text"), [("deep", ">" * 24_000), ("slow", "*a_" * 8_000)])
-def test_an_answer_that_marked_cannot_parse_in_time_is_shown_as_it_is(page, question, text):
-    """The first overflowed marked's stack, and the second took 33 s; models write such texts."""
+def test_answer_that_marked_cannot_parse_is_shown_as_plain_text(page, question, text):
+    """Regression: the first text overflowed marked's stack, and the second took 33 s."""
     ask_and_wait(page, question)
     assert page.locator(".answer .body .plain").text_content() == text
     page.reload()
@@ -271,7 +271,7 @@ def test_an_answer_that_marked_cannot_parse_in_time_is_shown_as_it_is(page, ques
     expect(page.locator(".answer .body").last).to_contain_text("Hello!")
 
 
-def test_thoughts_fold_away(page):
+def test_reasoning_is_folded_until_it_is_opened(page):
     ask_and_wait(page, "think")
     expect(page.locator(".answer .body")).to_have_text("Then that.")
     expect(page.locator(".thinking .prose")).to_be_hidden()
@@ -330,7 +330,7 @@ def test_an_error_shows_in_place_with_a_retry(page, server, question, what, why)
 
 
 @pytest.mark.parametrize("panel", ["open", "closed"])
-def test_a_server_that_cannot_be_reached_is_said(page, panel):
+def test_unreachable_server_is_reported_and_can_be_retried(page, panel):
     """While the panel is closed, the page does not poll a healthy server."""
     if panel == "closed":
         page.get_by_role("button", name="Ranks").click()
@@ -361,7 +361,7 @@ def test_a_conversation_outlasts_a_reload_until_a_new_one_begins(page):
     expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
 
 
-def test_all_that_is_kept_can_be_forgotten_in_the_middle_of_an_answer(page):
+def test_all_stored_data_can_be_deleted_while_an_answer_streams(page):
     ask(page, "count")
     expect(page.locator(".answer .body")).to_contain_text("0 1 2")
     page.get_by_role("button", name="Settings").click()
@@ -374,7 +374,7 @@ def test_all_that_is_kept_can_be_forgotten_in_the_middle_of_an_answer(page):
     assert "count" not in kept and "seed" not in kept
 
 
-def test_settings_that_are_made_are_sent_and_others_are_not(page, server):
+def test_changed_settings_are_sent_and_unset_ones_are_not(page, server):
     page.get_by_role("button", name="Settings").click()
     assert page.get_by_label("Temperature").get_attribute("placeholder") == "0.2"
     page.get_by_label("System prompt").fill("Be brief.")
@@ -390,7 +390,7 @@ def test_settings_that_are_made_are_sent_and_others_are_not(page, server):
     assert not {"top_p", "top_k", "seed"} & request.keys()
 
 
-def test_a_wrong_setting_is_not_sent_and_keeps_the_dialog_open(page, server):
+def test_invalid_setting_is_not_sent_and_keeps_the_dialog_open(page, server):
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Top p").fill("3")
     page.get_by_role("button", name="Done").click()
@@ -413,7 +413,7 @@ def test_a_wrong_setting_is_not_sent_and_keeps_the_dialog_open(page, server):
         ("Seed", "-1", "Must be a whole number from 0 to 9,007,199,254,740,991."),
     ],
 )
-def test_words_beside_a_wrong_setting_say_what_it_must_be(page, label, value, words):
+def test_invalid_setting_shows_which_values_are_valid(page, label, value, words):
     page.get_by_role("button", name="Settings").click()
     field = page.get_by_label(label)
     expect(field).to_have_accessible_description("")
@@ -426,7 +426,7 @@ def test_words_beside_a_wrong_setting_say_what_it_must_be(page, label, value, wo
     expect(field).not_to_have_attribute("aria-invalid", "true")
 
 
-def test_a_wrong_setting_is_not_kept_when_the_dialog_is_closed_all_the_same(page):
+def test_invalid_setting_is_discarded_when_the_dialog_is_closed(page):
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Top p").fill("0.5")
     page.get_by_label("Top p").fill("7")
@@ -438,14 +438,14 @@ def test_a_wrong_setting_is_not_kept_when_the_dialog_is_closed_all_the_same(page
     expect(page.locator(".fault:visible")).to_have_count(0)
 
 
-def test_an_answer_has_a_limit_of_tokens_where_none_is_set(page, server):
+def test_max_tokens_defaults_to_1024(page, server):
     ask_and_wait(page, "hello")
     assert server.requests[-1]["max_tokens"] == 1024
     page.get_by_role("button", name="Settings").click()
     assert page.get_by_label("Max tokens").get_attribute("placeholder") == "1024"
 
 
-def test_shift_and_enter_begin_a_line(page, server):
+def test_shift_enter_starts_a_new_line(page, server):
     page.keyboard.type("first")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("second")
@@ -454,7 +454,7 @@ def test_shift_and_enter_begin_a_line(page, server):
     assert asked(server) == ["first\nsecond"]
 
 
-def test_the_panel_follows_the_ranks(page, server):
+def test_panel_shows_lost_ranks_and_stalled_steps(page, server):
     panel = page.get_by_role("complementary", name="Ranks")
     expect(panel.locator("#state")).to_have_text("ready")
     expect(panel.locator("#speed")).to_have_text("120.1")
@@ -467,12 +467,12 @@ def test_the_panel_follows_the_ranks(page, server):
     expect(panel.locator("#stalled")).to_have_text("No step for 12 seconds.")
 
 
-def test_the_panel_tells_the_speed_of_now_and_of_the_last_minute(page):
+def test_panel_shows_current_and_last_minute_speed(page):
     speeds = page.locator("#panel .speeds > div")
     expect(speeds).to_have_text([re.compile(r"Now\s*120\.1"), re.compile(r"Last minute\s*34\.5")])
 
 
-def test_the_panel_tells_resident_from_reserved_memory(page, server):
+def test_panel_shows_resident_reserved_and_gpu_memory(page, server):
     row = page.locator("#rank-list li").first
     expect(row.locator(".resident")).to_have_text("505 MiB")
     expect(row.locator(".reserved")).to_have_text("385 MiB")  # 265 of weights, 120 of KV cache
@@ -486,7 +486,7 @@ def test_the_panel_tells_resident_from_reserved_memory(page, server):
     expect(row.locator(".on-gpu")).to_have_text(re.compile(r"On the GPU\s*20\.0 GiB"))
 
 
-def test_a_model_that_is_loading_is_said(page, server):
+def test_page_reports_that_the_model_is_loading(page, server):
     server.status = {
         "state": "loading",
         "model": MODEL,
@@ -525,7 +525,7 @@ def test_a_phone_shows_the_panel_as_a_drawer_and_never_scrolls_sideways(opened):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_stands_out_from_what_is_behind_it(opened, scheme):
+def test_every_text_has_a_contrast_of_at_least_4_5(opened, scheme):
     page = opened(color_scheme=scheme)
     for text in ("markdown", "refuse 503"):
         ask_and_wait(page, text)
@@ -539,7 +539,7 @@ def test_every_text_stands_out_from_what_is_behind_it(opened, scheme):
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_nothing_moves_for_those_who_want_no_motion(opened, motion):
+def test_reduced_motion_disables_all_animations(opened, motion):
     page = opened(reduced_motion=motion)
     ask(page, "count")
     expect(page.locator(".answer .body")).to_contain_text("0 1 2")
@@ -569,7 +569,7 @@ def kept(page: Page) -> str:
     return text
 
 
-def test_new_chat_keeps_the_last_one_in_a_list_by_last_use(page, server):
+def test_chats_are_kept_in_a_list_sorted_by_last_use(page, server):
     for text in ("hello", "one", "two"):
         page.get_by_role("button", name="New chat").click()
         ask_and_wait(page, text)
@@ -596,7 +596,7 @@ def test_an_empty_chat_is_not_kept(page):
     assert "parallel_llama.chat." not in kept(page)
 
 
-def test_the_one_conversation_of_earlier_pages_becomes_a_chat(page):
+def test_conversation_stored_by_older_pages_becomes_a_chat(page):
     page.evaluate(
         """() => localStorage.setItem("parallel_llama.conversation", JSON.stringify([
             {role: "user", content: "old question"},
@@ -635,7 +635,7 @@ def test_tabs_with_the_same_chat_keep_the_turns_of_both(page, server):
     expect(tab.locator(".words")).to_have_text("hello")
     ask(page, "count")
     expect(tab.locator(".words")).to_have_text(["hello", "count"])
-    expect(tab.locator(".answer").nth(1)).to_contain_text("0 1 2")  # which the first tab writes
+    expect(tab.locator(".answer").nth(1)).to_contain_text("0 1 2")  # streamed by the first tab
     ask_and_wait(tab, "think")
     page.keyboard.press("Escape")
     for each in (page, tab):
@@ -646,7 +646,7 @@ def test_tabs_with_the_same_chat_keep_the_turns_of_both(page, server):
     expect(page.locator(".words")).to_have_text(["hello", "count", "think"])
 
 
-def test_a_turn_that_this_tab_has_not_heard_of_is_kept(page):
+def test_turn_stored_by_another_tab_without_an_event_is_kept(page):
     """Another tab may close right after its change, and a tab gets no event for its own changes."""
     ask_and_wait(page, "hello")
     page.evaluate(
@@ -676,7 +676,7 @@ def test_an_edit_in_one_tab_drops_the_turns_in_the_other(page, server):
         expect(each.locator(".answer .body")).to_have_text("Answer 3.")
 
 
-def test_states_of_a_chat_merge_to_the_same_in_any_order(page):
+def test_chat_states_merge_to_the_same_result_in_any_order(page):
     """Three tabs ask, answer and edit; any order of merges, with repeats, gives one state."""
     states = page.evaluate(
         """async () => {
@@ -723,7 +723,7 @@ def test_an_answer_goes_on_while_another_chat_is_open(page):
     expect(page.locator("#chat-list .writing:visible")).to_have_count(0)
 
 
-def test_a_deleted_chat_comes_back_with_undo(page):
+def test_undo_restores_a_deleted_chat(page):
     ask_and_wait(page, "hello")
     menu(page, "hello", "Delete")
     expect(page.locator("#welcome")).to_be_visible()
@@ -737,7 +737,7 @@ def test_a_deleted_chat_comes_back_with_undo(page):
     expect(page.locator(".words")).to_have_text("hello")
 
 
-def test_undo_goes_after_some_seconds(page):
+def test_undo_button_disappears_after_ten_seconds(page):
     page.clock.install()
     ask(page, "hello")
     page.clock.run_for(1000)
@@ -750,7 +750,7 @@ def test_undo_goes_after_some_seconds(page):
     expect(page.get_by_role("button", name="Undo")).to_be_hidden()
 
 
-def test_all_chats_are_deleted_and_come_back(page):
+def test_undo_restores_all_deleted_chats(page):
     for text in ("one", "two"):
         page.get_by_role("button", name="New chat").click()
         ask_and_wait(page, text)
@@ -857,7 +857,7 @@ def test_chats_are_exported_and_imported(page, opened):
         ),
     ],
 )
-def test_a_file_that_has_no_chats_is_refused(page, text, words):
+def test_importing_an_invalid_file_is_refused(page, text, words):
     file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
     page.locator("#import-file").set_input_files(file)
     expect(page.locator("#toast")).to_contain_text(words)
@@ -865,7 +865,7 @@ def test_a_file_that_has_no_chats_is_refused(page, text, words):
     expect(titles(page)).to_have_count(0)
 
 
-def test_a_storage_that_is_full_is_said_and_loses_nothing_until_a_reload(page):
+def test_full_storage_is_reported_and_unsaved_turns_are_kept(page):
     ask_and_wait(page, "one")
     page.evaluate(
         """() => {
@@ -943,7 +943,7 @@ def test_the_list_of_chats_can_be_hidden(page):
     expect(page.locator("#chats")).to_be_visible()
 
 
-def test_an_answer_that_was_cut_off_goes_on_in_its_place(page, server):
+def test_continue_extends_a_truncated_answer_in_place(page, server):
     ask_and_wait(page, "cut")
     answer = page.locator(".answer")
     expect(answer.locator(".measures")).to_contain_text("cut off at the token limit")
@@ -961,7 +961,7 @@ def test_an_answer_that_was_cut_off_goes_on_in_its_place(page, server):
     expect(answer.locator("pre code")).to_have_text("def f():\n    return 7\n")
 
 
-def test_no_answer_goes_on_where_the_context_is_full(page):
+def test_continue_is_hidden_when_the_context_is_full(page):
     ask_and_wait(page, "full")
     expect(page.locator(".measures")).to_contain_text("cut off: the context is full")
     expect(page.get_by_role("button", name="Continue")).to_be_hidden()
@@ -1002,7 +1002,7 @@ def test_a_long_question_is_folded(page, server, text):
     expect(page.get_by_role("button", name="Show more")).to_be_visible()
 
 
-def test_a_question_that_cannot_fit_is_said_before_it_is_sent(page, server):
+def test_too_long_question_is_reported_and_not_sent(page, server):
     page.locator("#question").fill("word " * 9000)
     warning = page.locator("#room")
     words = "Your question has 9,000 tokens. The model accepts at most 8,191. Shorten it."
@@ -1020,7 +1020,7 @@ def test_a_question_that_cannot_fit_is_said_before_it_is_sent(page, server):
     assert len(server.requests) == 1
 
 
-def test_a_pasted_question_that_cannot_fit_is_not_sent_at_once(page, server):
+def test_too_long_pasted_question_is_not_sent_on_enter(page, server):
     """Enter is pressed before the page has counted the tokens."""
     ask(page, "word " * 9000)
     expect(page.locator("#room")).to_contain_text("has 9,000 tokens")
@@ -1028,7 +1028,7 @@ def test_a_pasted_question_that_cannot_fit_is_not_sent_at_once(page, server):
     assert not server.requests
 
 
-def test_an_edit_that_cannot_fit_is_not_sent(page, server):
+def test_too_long_edit_is_reported_and_not_sent(page, server):
     ask_and_wait(page, "hello")
     page.get_by_role("button", name="Edit").click()
     page.get_by_label("Edit your question").fill("word " * 9000)
@@ -1037,8 +1037,8 @@ def test_an_edit_that_cannot_fit_is_not_sent(page, server):
     assert len(server.requests) == 1
 
 
-def test_an_answer_is_limited_to_the_room_that_is_left(page, server):
-    """A question that fits was refused if the default limit of new tokens did not fit too."""
+def test_max_tokens_is_limited_to_the_remaining_context(page, server):
+    """Regression: a question was refused if the default limit of new tokens did not fit too."""
     page.locator("#question").fill("word " * 8092)
     expect(page.locator("#room")).to_have_text("Only 100 tokens are left for the answer.")
     page.keyboard.press("Enter")

@@ -142,8 +142,8 @@ def test_the_length_of_a_url_is_bounded():
     ],
     ids=["value", "name", "method", "trailer", "chunk extension"],
 )
-async def test_what_never_ends_is_cut_off_before_it_fills_memory(before):
-    """The parser buffers a header until it is complete, and buffered 64 MB of one."""
+async def test_endless_request_is_cut_off_before_it_fills_memory(before):
+    """Regression: the parser buffers a header until it is complete, and buffered 64 MB."""
     async with talking() as (reader, writer):
         writer.write(before)
         n_sent = 0
@@ -158,7 +158,7 @@ async def test_what_never_ends_is_cut_off_before_it_fills_memory(before):
         assert n_sent < 8 << 20  # most of it in the buffers of both ends
 
 
-def test_a_long_body_is_no_long_header():
+def test_long_body_does_not_count_as_header():
     body = b"a" * (1 << 20)
     length = f"content-length: {len(body)}\r\n\r\n".encode()
     assert asked(POST + length + body)[2] == b"1048576"
@@ -184,7 +184,7 @@ def test_a_long_body_is_no_long_header():
         b"GET /\r\n\r\n",
     ],
 )  # fmt: skip
-def test_what_is_no_http_is_refused_in_the_same_form(data):
+def test_malformed_http_is_refused_with_a_json_error(data):
     refused(data, 400, "HTTP/1.1")
 
 
@@ -198,7 +198,7 @@ def test_what_is_no_http_is_refused_in_the_same_form(data):
         (POST + b"content-length: 00000000000000000001\r\n\r\na", "one number"),
     ],
 )
-def test_what_proxies_may_read_in_another_way_is_refused_by_name(data, says):
+def test_requests_that_proxies_may_read_differently_are_refused(data, says):
     refused(data, 400, says)
 
 
@@ -211,12 +211,12 @@ def test_what_proxies_may_read_in_another_way_is_refused_by_name(data, says):
         (POST + CHUNKED + b"1\r\na\r\n", "BODY_LIMIT_S", "body did not arrive"),
     ],
 )
-def test_who_is_slow_is_turned_away(monkeypatch, data, limit, says):
+def test_slow_head_or_body_gets_408(monkeypatch, data, limit, says):
     monkeypatch.setattr(protocol, limit, 0.2)
     refused(data, 408, says)
 
 
-async def test_a_byte_now_and_then_does_not_keep_a_connection(monkeypatch):
+async def test_dripped_bytes_do_not_keep_a_connection_open(monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.3)
     async with talking() as (reader, writer):
         writer.write(GET + b"\r\n")
@@ -247,15 +247,15 @@ async def test_an_answer_that_takes_long_is_not_cut_off(monkeypatch):
         async with talking(slow) as (reader, writer):
             writer.write(data)
             assert (await reply(reader))[0] == 200
-    # Nor where the next request waits behind it, unread.
+    # Nor is a slow answer cut off while the next request waits unread behind it.
     long = POST + b"content-length: 200000\r\n\r\n" + b"a" * 200_000
     async with talking(slow) as (reader, writer):
         writer.write(GET + b"\r\n" + long)
         assert [(await reply(reader))[2], (await reply(reader))[2]] == [b"0", b"200000"]
 
 
-async def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the_socket():
-    """The server began all 24 MB of requests of each of 100 connections, and took 1.4 GB."""
+async def test_connection_runs_one_request_while_others_wait_in_socket():
+    """Regression: the server started all pipelined requests, and 100 connections took 1.4 GB."""
     begun, may_go_on = [], asyncio.Event()
     n_requests = 2 << 20
 
@@ -272,7 +272,7 @@ async def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the
             await asyncio.sleep(0.01)
         (protocol,) = state.connections
         assert begun == ["/0"] and not protocol.pipeline
-        assert len(protocol._unparsed) < MAX_UNPARSED_BYTES + (256 << 10)  # and a read
+        assert len(protocol._unparsed) < MAX_UNPARSED_BYTES + (256 << 10)  # plus one read
         may_go_on.set()
         for _ in range(500):
             assert (await reply(reader))[0] == 200
@@ -281,8 +281,8 @@ async def test_one_request_of_a_connection_is_in_work_and_the_others_wait_in_the
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_who_leaves_requests_unanswered_behind_is_no_news_to_the_log(caplog, run):
-    """Each such client caused a traceback of 58 lines."""
+def test_disconnect_with_unanswered_requests_logs_nothing(caplog, run):
+    """Regression: a disconnect with unanswered requests logged a traceback of 58 lines."""
     body = b"a" * 100_000
     headers = [(b"content-length", b"%d" % len(body))]
 
@@ -305,7 +305,7 @@ def test_who_leaves_requests_unanswered_behind_is_no_news_to_the_log(caplog, run
     assert not caplog.records
 
 
-async def test_a_client_that_leaves_ends_its_request_though_others_wait_behind_it():
+async def test_disconnect_ends_request_despite_pipelined_requests():
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def endless(_scope, receive, _send) -> None:
@@ -327,14 +327,14 @@ HEALTH = GET.replace(b"/", b"/health", 1) + b"\r\n"
 
 
 class Crowd:
-    """Connections to a server with 4 places, and 2 beyond these."""
+    """Connections to a server with 4 slots, and 2 more for connections without a slot."""
 
     def __init__(self, port: int, state: ServerState) -> None:
         self.port, self.connections = port, state.connections
         self.open: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def connect(self, data: bytes = b"") -> int:
-        """The status of the answer to these bytes on a new connection; 0 for none."""
+        """The status of the answer to these bytes on a new connection; 0 without bytes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.open.append((reader, writer))
         writer.write(data)
@@ -365,8 +365,8 @@ async def crowding(monkeypatch, keys: Sequence[str] = ()):
             writer.close()
 
 
-async def test_a_health_check_is_answered_though_all_places_are_taken(monkeypatch):
-    """Health checks got 503 like all requests, so a busy server looked dead."""
+async def test_health_check_is_answered_when_all_slots_are_taken(monkeypatch):
+    """Regression: health checks got 503 like all requests, so a busy server looked dead."""
     async with crowding(monkeypatch) as crowd:
         assert [await crowd.connect(GET + b"\r\n") for _ in range(6)] == [200] * 4 + [503] * 2
         for _ in range(5):
@@ -375,7 +375,7 @@ async def test_a_health_check_is_answered_though_all_places_are_taken(monkeypatc
         assert (await crowd.statuses(GET + b"\r\n"))[:4] == [200] * 4
 
 
-async def test_a_place_is_free_again_when_its_connection_ends(monkeypatch):
+async def test_slot_is_freed_when_its_connection_ends(monkeypatch):
     async with crowding(monkeypatch) as crowd:
         for _ in range(4):
             assert await crowd.connect(GET + b"\r\n") == 200
@@ -387,7 +387,7 @@ async def test_a_place_is_free_again_when_its_connection_ends(monkeypatch):
 
 
 async def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch):
-    """1,024 connections that sent nothing locked out all other clients."""
+    """Regression: 1,024 connections that sent nothing locked out all other clients."""
     async with crowding(monkeypatch) as crowd:
         for _ in range(20):
             await crowd.connect()
@@ -398,7 +398,7 @@ async def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch
         assert (await reply(reader))[0] == 503 and await reader.read() == b""
 
 
-async def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
+async def test_silent_client_that_does_not_read_is_also_disconnected(monkeypatch):
     """A normal close waits until such a client has read everything."""
     async with crowding(monkeypatch) as crowd:
         for _ in range(6):
@@ -411,8 +411,8 @@ async def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
         assert len(crowd.connections) == 6
 
 
-async def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monkeypatch):
-    """1,024 such clients kept the server at 503 for a minute, and then reconnected."""
+async def test_non_reading_client_loses_its_slot_when_all_are_taken(monkeypatch):
+    """Regression: 1,024 clients that did not read kept the server at 503 for a minute."""
     async with crowding(monkeypatch) as crowd:
         for _ in range(4):
             assert await crowd.connect(GET + b"\r\n") == 200
@@ -428,10 +428,10 @@ async def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monk
         assert await crowd.connect(GET + b"\r\n") == 503
 
 
-async def test_clients_without_a_key_hold_no_place_of_those_with_one(monkeypatch):
-    """Places went to the first clients, with a key or without."""
+async def test_clients_without_a_key_take_no_slots_from_keyed_clients(monkeypatch):
+    """Regression: slots went to the first clients, with or without a key."""
     async with crowding(monkeypatch, [KEY]) as crowd:
-        for _ in range(30):  # who stay, and ask without a key or for what needs none
+        for _ in range(30):  # connections without a key that stay open
             assert await crowd.connect(GET + b"\r\n") == 401
             assert await crowd.connect(HEALTH) == 200
             await crowd.connect()
@@ -445,8 +445,8 @@ async def test_clients_without_a_key_hold_no_place_of_those_with_one(monkeypatch
         assert (await crowd.statuses(GET + WITH_KEY))[:4] == [200] * 4
 
 
-async def test_the_bytes_of_all_bodies_are_bounded(monkeypatch):
-    """1,000 connections with 2 MB each of a body that never ended took 2.3 GB."""
+async def test_total_bytes_of_unfinished_bodies_are_bounded(monkeypatch):
+    """Regression: 1,000 connections with 2 MB each of an unfinished body took 2.3 GB."""
     monkeypatch.setattr(protocol, "MAX_BODIES_BYTES", 1 << 20, raising=False)
     length, part = b"content-length: 2000000\r\n\r\n", b"a" * 200_000
     async with listening(reads_all) as (port, state):
@@ -463,7 +463,7 @@ async def test_the_bytes_of_all_bodies_are_bounded(monkeypatch):
             assert (await reply(reader))[0] == 503
             writer.close()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for _ in range(3):  # nobody is in the way of a client that sends its body at once
+        for _ in range(3):  # a client that sends its body at once is not affected
             writer.write(POST + b"content-length: 200000\r\n\r\n" + part)
             assert (await reply(reader))[2] == b"200000"
         writer.close()
@@ -471,8 +471,8 @@ async def test_the_bytes_of_all_bodies_are_bounded(monkeypatch):
             each.close()
 
 
-async def test_a_connection_that_ends_keeps_nothing_of_what_it_sent():
-    """Connections are in reference cycles, and 1,050 of them kept 190 MB until a collection."""
+async def test_closed_connection_frees_its_unparsed_bytes():
+    """Regression: reference cycles of 1,050 closed connections kept 190 MB until a collection."""
 
     async def endless(_scope, receive, _send) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -490,8 +490,8 @@ async def test_a_connection_that_ends_keeps_nothing_of_what_it_sent():
         assert not connection._unparsed
 
 
-def test_what_the_protocol_refuses_is_in_the_log_with_its_reason(caplog):
-    """The log had no line about it."""
+def test_protocol_refusal_is_logged_with_its_reason(caplog):
+    """Regression: refusals by the protocol were not logged."""
     with caplog.at_level("INFO", "parallel_llama"):
         _, headers, _ = asked(GET + header(2) * MAX_HEADERS + b"\r\n")
     (record,) = caplog.records
@@ -500,7 +500,7 @@ def test_what_the_protocol_refuses_is_in_the_log_with_its_reason(caplog):
     }  # fmt: skip
 
 
-def test_another_protocol_is_not_spoken(caplog):
+def test_upgrade_offers_are_ignored_and_not_logged(caplog):
     upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
     assert asked(GET + upgrade)[0] == 200
     assert (
@@ -509,7 +509,7 @@ def test_another_protocol_is_not_spoken(caplog):
     assert not caplog.records
 
 
-def test_every_reply_has_an_id():
+def test_every_reply_has_a_unique_or_the_given_request_id():
     ids = {asked(GET + b"\r\n")[1]["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
     own = b"x-request-id: abc-123\r\n\r\n"
@@ -517,13 +517,13 @@ def test_every_reply_has_an_id():
 
 
 @pytest.mark.parametrize("given", [b"", b"a" * 129, b"a\xff", b"a\tb", b"a b=c"])
-def test_an_id_that_is_long_or_not_printable_is_not_given_back(given):
+def test_invalid_request_id_is_replaced_by_a_generated_one(given):
     own = asked(GET + b"x-request-id: " + given + b"\r\n\r\n")[1]["x-request-id"]
     assert re.fullmatch("[0-9a-f]{32}", own)
 
 
-async def test_a_request_waits_for_few_requests_of_many_pipelines():
-    """A request waited for one request of every pipeline at each step of its answer."""
+async def test_request_waits_for_few_requests_of_other_pipelines():
+    """Regression: each step of an answer waited for one request of every other pipeline."""
     served: list[str] = []
 
     async def app(scope, receive, send) -> None:
@@ -548,7 +548,7 @@ async def test_a_request_waits_for_few_requests_of_many_pipelines():
             writer.close()
 
 
-async def test_requests_that_arrive_together_begin_one_after_the_other():
+async def test_pacer_starts_requests_one_at_a_time_and_fairly():
     begun = []
     pacer = Pacer()
     for number in range(3):

@@ -65,7 +65,7 @@ def test_a_server_listens_once_and_on_loopback(tiny):
     assert [tuple(address) for address in found] == [("127.0.0.1", port)]
 
 
-def test_a_request_brings_no_template(tiny, canary):
+def test_chat_template_in_a_request_is_refused(tiny, canary):
     text = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     refused(tiny, canary, "/v1/chat/completions", "chat_template", messages=HI, chat_template=text)
     names = {"chat_template": text}
@@ -77,7 +77,7 @@ def test_a_request_brings_no_template(tiny, canary):
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
-def test_names_for_the_template_replace_none_of_ours(tiny, canary, name):
+def test_reserved_chat_template_kwargs_are_refused(tiny, canary, name):
     refused(
         tiny, canary, "/v1/chat/completions", name,
         messages=HI, chat_template_kwargs={name: [1, 2]},
@@ -90,7 +90,7 @@ def test_the_number_of_choices_is_bounded(tiny, canary, name):
         refused(tiny, canary, "/v1/completions", "", prompt="a", **{name: n})
 
 
-def test_min_tokens_beside_an_open_max_tokens_is_bounded_by_the_context(tiny, canary):
+def test_min_tokens_without_max_tokens_is_bounded_by_the_context(tiny, canary):
     for least in (513, 10**6, 2**31 - 1):
         refused(
             tiny, canary, "/v1/chat/completions", "", messages=HI, min_tokens=least, max_tokens=None
@@ -105,11 +105,11 @@ def test_min_tokens_beside_an_open_max_tokens_is_bounded_by_the_context(tiny, ca
         {"logprobs": True, "top_logprobs": 10**9},
     ],
 )
-def test_the_number_of_probabilities_is_bounded(tiny, canary, fields):
+def test_number_of_logprobs_is_bounded(tiny, canary, fields):
     refused(tiny, canary, "/v1/chat/completions", "logprob", messages=HI, **fields)
 
 
-def test_penalties_of_a_long_answer_cost_little(tiny, canary):
+def test_penalties_cost_little_cpu_time_and_are_bounded(tiny, canary):
     front = psutil.Process(tiny.process.pid)
 
     def cpu_s(**fields: Any) -> float:
@@ -125,12 +125,12 @@ def test_penalties_of_a_long_answer_cost_little(tiny, canary):
     refused(tiny, canary, "/v1/completions", "", prompt="a", frequency_penalty=-1e308)
 
 
-def test_a_budget_for_thoughts_that_we_do_not_keep_is_refused(tiny, canary):
+def test_unsupported_thinking_budget_is_refused_by_name(tiny, canary):
     for name in ("thinking_token_budget", "max_thinking_tokens"):
         refused(tiny, canary, "/v1/chat/completions", name, messages=HI, **{name: 10**9})
 
 
-def test_a_prompt_is_text_or_ids_and_no_tensor(tiny, canary):
+def test_tensor_prompt_is_refused(tiny, canary):
     refused(tiny, canary, "/v1/completions", "prompt_embeds", prompt="a", prompt_embeds="UEsDBA==")
     refused(tiny, canary, "/v1/completions", "prompt", prompt={"data": "UEsDBA=="})
 
@@ -144,7 +144,7 @@ def test_a_prompt_is_text_or_ids_and_no_tensor(tiny, canary):
         {"type": "object", "properties": 7},
     ],
 )
-def test_parameters_of_a_tool_that_are_no_schema_are_refused(tiny, canary, parameters):
+def test_tool_parameters_with_an_invalid_schema_are_refused(tiny, canary, parameters):
     function = {"name": "f", "parameters": parameters, "strict": True}
     status, _, body = tiny.send(
         "POST", "/v1/chat/completions",
@@ -155,14 +155,14 @@ def test_parameters_of_a_tool_that_are_no_schema_are_refused(tiny, canary, param
     canary.check()
 
 
-def test_a_schema_that_is_none_is_refused(tiny, canary):
+def test_invalid_json_schema_is_refused(tiny, canary):
     for schema in ({"type": "nothing"}, {"$ref": "#/nowhere"}, {"properties": 7}):
         refused(
             tiny, canary, "/v1/completions", "", prompt="a", structured_outputs={"json": schema}
         )
 
 
-def test_a_regular_expression_that_is_none_is_refused(tiny, canary):
+def test_invalid_regex_is_refused(tiny, canary):
     for regex in ("(", "*", "[", "(?P<a", "a{99999999999}"):
         refused(
             tiny, canary, "/v1/completions", "", prompt="a", structured_outputs={"regex": regex}
@@ -178,12 +178,12 @@ def test_a_malformed_grammar_behind_a_good_one_is_refused(tiny, canary):
 
 
 @pytest.mark.parametrize("salt", ["a" * 257, "\U0001f999" * 65, 7, ["a"], {}])
-def test_a_salt_is_a_short_text(tiny, canary, salt):
+def test_cache_salt_must_be_a_short_string(tiny, canary, salt):
     refused(tiny, canary, "/v1/completions", "cache_salt", prompt="a", cache_salt=salt)
 
 
-def test_the_name_of_a_tool_is_checked_in_one_pass(tiny, canary):
-    """A megabyte of text on which a pattern would backtrack is refused at once."""
+def test_huge_tool_name_is_refused_without_backtracking(tiny, canary):
+    """A pattern could backtrack on these names of a megabyte."""
     for name in ("a" * (1 << 20), "a." * (1 << 19) + "!", "f(" * (1 << 19)):
         function = {"name": name, "parameters": SCHEMA}
         started = time.monotonic()
@@ -248,6 +248,6 @@ def test_nothing_is_fetched_for_a_client(tiny, canary):
      "/set_internal_state", "/update_weights_from_disk", "/flush_cache", "/abort_request",
      "/inference/v1/generate", "/debug", "/docs", "/shutdown", "/props", "/slots"],
 )  # fmt: skip
-def test_there_is_nothing_to_administer_or_debug(tiny, path):
+def test_admin_and_debug_routes_do_not_exist(tiny, path):
     for method in ("GET", "POST", "PUT", "DELETE"):
         assert tiny.send(method, path, b"{}", {"content-type": "application/json"})[0] == 404

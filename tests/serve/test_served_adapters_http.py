@@ -77,7 +77,7 @@ def test_models_lists_adapters_with_their_parent(client, server):
     assert server.post("/tokenize", prompt="Hello", model="sql")["count"] > 1
 
 
-def test_an_unknown_name_is_not_found(client):
+def test_unknown_model_name_is_not_found(client):
     with pytest.raises(openai.NotFoundError, match="'prose' is not served here") as caught:
         client.completions.create(model="prose", **ASKED)
     assert caught.value.code == "model_not_found"
@@ -118,7 +118,7 @@ def test_clients_load_and_unload_adapters_in_the_folder_of_the_server(server, cl
 
 @pytest.mark.parametrize("what", ["load", "unload"])
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x"])
-def test_a_form_of_another_page_changes_no_adapter(server, client, what, kind):
+def test_adapter_change_with_form_content_type_is_refused(server, client, what, kind):
     body = json.dumps({"lora_name": "sql", "lora_path": "sql"}).encode()
     status, _, text = server.send("POST", f"/v1/{what}_lora_adapter", body, {"content-type": kind})
     assert status == 415 and b"send application/json" in text
@@ -151,7 +151,7 @@ def test_clients_cannot_fill_the_memory_with_adapters(server, client):
         ("unload", {"lora_name": "tiny"}, 404, "'tiny' is not loaded"),
     ],
 )
-def test_a_wrong_change_is_refused(server, client, what, body, status, message):
+def test_invalid_adapter_change_is_refused(server, client, what, body, status, message):
     got, text = change(server, what, **body)
     assert got == status and message in text, text
     assert names_of(client) == NAMES

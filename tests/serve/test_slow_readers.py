@@ -85,15 +85,15 @@ async def asked(port: int, connections: set[BoundedProtocol]) -> tuple[BoundedPr
             is_over = each.transport.is_closing() or each.flow.write_paused
             if is_over and each.n_unsent > MIN_READ_BYTES:
                 n_bytes = each.n_unsent
-                await asyncio.sleep(0.4)  # a busy machine takes its time
+                await asyncio.sleep(0.4)  # a busy machine fills the buffers slowly
                 if each.n_unsent == n_bytes:  # the buffers of the system are full
                     return each, (reader, writer)
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("app", [large(), large(closes=True), endless])
-def test_a_client_that_does_not_read_loses_its_place(run, app):
-    """1,024 such connections blocked the server forever."""
+def test_client_that_does_not_read_is_disconnected(run, app):
+    """Regression: 1,024 connections that did not read blocked the server forever."""
 
     async def test(port, connections) -> None:
         _, ends = await asked(port, connections)
@@ -111,7 +111,7 @@ def test_a_client_that_does_not_read_loses_its_place(run, app):
 
 
 @pytest.mark.parametrize("app", [large(), endless])
-def test_a_client_that_reads_slowly_but_steadily_is_waited_for(run, app):
+def test_slow_but_steady_reader_stays_connected(run, app):
     async def test(port, connections) -> None:
         connection, (reader, _) = await asked(port, connections)
         for turn in range(8):
@@ -127,7 +127,7 @@ def test_a_client_that_reads_slowly_but_steadily_is_waited_for(run, app):
     during(run, app, test)
 
 
-def test_nobody_waits_for_a_client_that_is_answered(run):
+def test_idle_client_with_a_complete_answer_stays_connected(run):
     async def test(port, connections) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(GET)
@@ -145,7 +145,7 @@ def test_nobody_waits_for_a_client_that_is_answered(run):
     during(run, small, test)
 
 
-def test_the_bytes_that_wait_for_clients_are_bounded_in_all(run, monkeypatch):
+def test_total_unsent_bytes_are_bounded(run, monkeypatch):
     """Above the limit, connections are aborted until the rest fits, the longest-waiting first."""
 
     async def test(port, connections) -> None:
@@ -165,7 +165,7 @@ def test_the_bytes_that_wait_for_clients_are_bounded_in_all(run, monkeypatch):
     during(run, large(), test)
 
 
-def test_a_server_looks_for_slow_readers_by_itself(run, monkeypatch):
+def test_running_server_disconnects_slow_readers(run, monkeypatch):
     monkeypatch.setattr(server, "READ_LIMIT_S", 0.5)
 
     async def whole() -> None:

@@ -1,7 +1,8 @@
 """Request smuggling: the server and another parser agree on where every request ends.
 
-h11 is the other parser. What only one of them takes the server must have refused, and closed the
-connection; but for a few spellings of the same request, which h11 refuses.
+h11 is the other parser. The server may read fewer requests than h11, if it refuses the next one or
+closes the connection, but never more or other requests. SPELLINGS lists the few requests that the
+server accepts although h11 refuses them.
 
 Source: the families of attacks in "HTTP Desync Attacks" (Kettle, 2019) and its successors.
 """
@@ -62,7 +63,7 @@ HEADS = {
     "length twice, 0 last": post(LENGTH, b"content-length: 0", body=HIDDEN),
     "length as a list": post(b"content-length: %d, %d" % ((len(HIDDEN),) * 2), body=HIDDEN),
     "length as a list of two": post(b"content-length: 0, %d" % len(HIDDEN), body=HIDDEN),
-    # Lengths that are no number
+    # Lengths that are not numbers
     **{
         f"length {text!r}": post(b"content-length: " + text, body=HIDDEN)
         for text in (
@@ -108,7 +109,7 @@ HEADS = {
              b"x: y\ntransfer-encoding:", b"x: y\rtransfer-encoding:", b"transfer-encoding")
         )
     },
-    # Folded lines, and lines that end in another way
+    # Folded lines, and other line endings
     "length folded": post(b"content-length:\r\n %d" % len(HIDDEN), body=HIDDEN),
     "coding folded": post(b"transfer-encoding:\r\n chunked", body=CHUNKS),
     "coding folded in two": post(b"transfer-encoding: chunked\r\n , gzip", body=CHUNKS),
@@ -160,7 +161,7 @@ HEADS = {
             b"POST /first ICE/1.0", b"SOURCE /first ICE/1.0", b"POST /first RTSP/1.0",
         )
     },
-    # What follows
+    # Close, expect and pipelines
     "close": post(b"connection: close", LENGTH, body=HIDDEN),
     "expects": post(b"expect: 100-continue", LENGTH, body=HIDDEN),
     "a pipeline": post(LENGTH, body=HIDDEN) + HIDDEN + post(CHUNKED, body=CHUNKS) + HIDDEN * 3,
@@ -168,8 +169,8 @@ HEADS = {
     + offering(BODIES["chunked"], OFFERS["websocket"]) * 2,
 }  # fmt: skip
 
-# What h11 refuses, and the same in its spelling. RFC 9112 lets a server skip blank lines (2.2) and
-# take several spaces for one (3).
+# Requests that h11 refuses, and the same requests in a spelling that h11 accepts. RFC 9112 lets a
+# server skip blank lines (2.2) and take several spaces for one (3).
 SPELLINGS = {
     "blank lines before": post(LENGTH, body=HIDDEN),
     "a line feed before": post(LENGTH, body=HIDDEN),
@@ -198,8 +199,8 @@ def packets_of(data: bytes, seed: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_requests_end_where_another_parser_says_they_end(name):
-    """With an Upgrade header the body was dropped, and could be parsed as a request."""
+def test_requests_end_where_h11_ends_them(name):
+    """Regression: with an Upgrade header the body was dropped, and could be parsed as a request."""
     data = HEADS[name] + NEXT
     ours, others = read_by_server([data]), read_by_h11(SPELLINGS.get(name, HEADS[name]) + NEXT)
     n_read = len(ours.requests)
@@ -214,14 +215,14 @@ def test_requests_end_where_another_parser_says_they_end(name):
 
 @pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("body", BODIES)
-def test_an_offer_of_another_protocol_changes_nothing(offer, body):
-    """Every POST of Java's HttpClient, which offers h2c, got 400."""
+def test_upgrade_offer_does_not_change_the_parsed_requests(offer, body):
+    """Regression: every POST of Java's HttpClient, which offers h2c, got 400."""
     plain, offered = BODIES[body] + NEXT, offering(BODIES[body], OFFERS[offer]) + NEXT
     n_answered = 1 if offer == "and close" else 2
     assert read_by_server([offered]).requests == read_by_server([plain]).requests[:n_answered]
 
 
-def test_trailers_are_no_headers():
+def test_trailers_are_not_passed_as_headers():
     seen = []
     trailers = post(CHUNKED, body=b"0\r\nauthorization: key\r\nhost: b\r\n\r\n")
     read_by_server([trailers], seen.append)

@@ -13,8 +13,8 @@ from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
 
 
 @pytest.mark.parametrize("cuda_bytes", [5 << 30, None])
-def test_what_ranks_have_taken_of_their_gpus_stands_beside_the_hosts_memory(cuda_bytes):
-    """The host's memory does not show a model on a GPU."""
+def test_status_reports_weight_and_cuda_bytes_of_each_rank(cuda_bytes):
+    """Host memory does not show a model on a GPU."""
     ranks = tuple(RankFacts(rank, 7, None, cuda_bytes) for rank in range(2))
     loaded = Loaded("bfloat16", "none", 1, 1000, 16, 1000, ranks)
     loaded = from_engine.decode(framed(loaded)[4:])
@@ -29,7 +29,7 @@ def test_what_ranks_have_taken_of_their_gpus_stands_beside_the_hosts_memory(cuda
     assert msgspec.json.encode(status)
 
 
-def test_the_speed_of_now_and_of_the_last_minute_are_told_apart(monkeypatch):
+def test_rate_reports_current_and_last_minute_speed(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
     counted = Rate()

@@ -87,7 +87,7 @@ WRITTEN = [
         "",
         [("rain", {"city": "it's ] \" )", "days": [1, -2.5, {"a": True, "b": None}]})],
     ),
-    # What is no call is text, to the last character.
+    # Text that is not a call stays text, to the last character.
     *(
         (form, text, text, [])
         for form, text in (
@@ -128,7 +128,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("form", "written", "text", "calls"), WRITTEN)
-def test_text_and_calls_are_told_apart_however_the_answer_is_cut(form, written, text, calls):
+def test_text_and_calls_are_parsed_for_any_split_of_the_answer(form, written, text, calls):
     assert read(form, [written]) == (text, calls)
     assert read(form, written) == (text, calls)
     for at in range(len(written) if len(written) < 500 else 0):
@@ -142,19 +142,19 @@ def test_text_is_held_back_only_where_it_may_become_a_call():
 
 
 @pytest.mark.parametrize("rest", ["a", " ", "a."])
-def test_what_is_too_long_for_a_name_is_not_held_back(rest):
-    """Each character was matched with all before it: 40,000 took ten seconds of the event loop."""
+def test_text_too_long_for_a_function_name_is_not_held_back(rest):
+    """Regression: quadratic matching of 40,000 characters took ten seconds of the event loop."""
     text = "[" + rest * 1000
     assert "".join(part for part in CallReader(PYTHONIC, NAMES).push(text)) == text
 
 
-def test_a_list_whose_opening_is_not_written_is_read():
+def test_call_list_without_an_opening_mark_is_parsed():
     written = '[{"name": "rain", "arguments": {"city": "Oslo"}}]'
     assert read(MISTRAL, written, begins_inside=True) == ("", [("rain", OSLO)])
     assert read(MISTRAL, written[:-1], begins_inside=True) == (written[:-1], [])
 
 
-def test_calls_beyond_the_most_are_left_out():
+def test_calls_beyond_max_calls_are_dropped():
     written = hermes("rain", OSLO) + hermes("time", {})
     assert read(HERMES, written, max_calls=1) == ("", [("rain", OSLO)])
     both = '[TOOL_CALLS][{"name": "time"}, {"name": "rain"}]'
@@ -176,7 +176,7 @@ def test_calls_beyond_the_most_are_left_out():
         ("{{ tools }}", None),
     ],
 )
-def test_the_form_is_that_of_the_template(template, form):
+def test_tool_format_is_detected_from_the_template(template, form):
     assert tool_format(template) == form
 
 
@@ -188,7 +188,7 @@ WRITTEN_BY_META = [
 
 
 @pytest.mark.parametrize("arguments", WRITTEN_BY_META)
-def test_calls_in_python_s_syntax_are_read_as_by_meta_s_package(arguments):
+def test_pythonic_calls_are_parsed_as_by_metas_package(arguments):
     tool_utils = pytest.importorskip("llama_models.llama3.tool_utils")
     from llama_models.datatypes import ToolCall, ToolPromptFormat
 

@@ -71,7 +71,7 @@ def body(choice=None, tools=TOOLS, **fields):
         (LLAMA3, LLAMA_RAIN),
     ],
 )
-def test_a_call_that_has_to_come_follows_its_schema_and_is_read(model, call):
+def test_required_call_follows_its_schema_and_is_parsed(model, call):
     tools = tools_of(body("required"), model)
     grammar = tools.grammar(None)
     assert matches(grammar, call)
@@ -83,7 +83,7 @@ def test_a_call_that_has_to_come_follows_its_schema_and_is_read(model, call):
     assert (found.name, json.loads(found.arguments)) == ("rain", {"city": "Oslo"})
 
 
-def test_only_the_function_that_is_named_can_be_called_and_once():
+def test_named_tool_choice_allows_one_call_of_that_function():
     choice = ToolChoice(type="function", function=ChosenFunction(name="time"))
     grammar = tools_of(body(choice), HERMES).grammar(None)
     assert matches(grammar, HERMES_TIME)
@@ -91,7 +91,7 @@ def test_only_the_function_that_is_named_can_be_called_and_once():
     assert not matches(grammar, f"{HERMES_TIME}\n{HERMES_TIME}")
 
 
-def test_calls_are_parallel_unless_the_body_says_no():
+def test_parallel_calls_are_allowed_unless_disabled():
     both = f"{HERMES_TIME}\n{HERMES_RAIN}"
     assert matches(tools_of(body("required"), HERMES).grammar(None), both)
     alone = tools_of(body("required", parallel_tool_calls=False), HERMES)
@@ -100,7 +100,7 @@ def test_calls_are_parallel_unless_the_body_says_no():
     assert matches(lists, '[{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]')
 
 
-def test_a_strict_function_has_its_schema_kept_behind_any_text():
+def test_strict_function_schema_is_enforced_after_any_text():
     grammar = tools_of(body(), HERMES).grammar(None)
     for text in ("", "It rains.", f"See: {HERMES_RAIN}\n{HERMES_TIME}", "a <tool_c", HERMES_TIME):
         assert matches(grammar, text), text
@@ -111,9 +111,9 @@ def test_a_strict_function_has_its_schema_kept_behind_any_text():
     assert not matches(bare, '{"name": "snow", "parameters": {}}')
 
 
-def test_without_a_strict_function_text_is_free():
+def test_grammar_is_none_without_strict_functions_or_a_text_mark():
     assert tools_of(body(tools=TOOLS[:1]), HERMES).grammar(None) is None
-    assert tools_of(body(), MISTRAL).grammar(None) is None  # its mark is no text
+    assert tools_of(body(), MISTRAL).grammar(None) is None  # its mark is a special token
 
 
 def test_an_answer_with_a_schema_may_be_calls_instead():
@@ -134,18 +134,18 @@ def test_an_answer_with_a_schema_may_be_calls_instead():
         (body(tools=TOOLS * 2), "the same name"),
     ],
 )
-def test_a_choice_that_is_none_is_refused(given, says):
+def test_invalid_tool_choice_or_tools_are_refused(given, says):
     with pytest.raises(UsageError, match=says):
         tools_of(given, HERMES)
 
 
-def test_a_form_that_is_not_known_is_refused_and_not_guessed():
+def test_unknown_tool_call_format_is_refused():
     with pytest.raises(UsageError, match="not supported"):
         tools_of(body(), inputs("tools <function="))
     assert tools_of(body("none"), inputs("tools <function=")) is None
 
 
-def test_a_template_without_a_place_for_tools_gets_them_in_words():
+def test_template_without_tools_gets_them_in_the_system_message():
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -164,13 +164,13 @@ def test_a_template_without_a_place_for_tools_gets_them_in_words():
     assert returned["content"].count("<tool_response>") == 2 and "noon" in returned["content"]
 
 
-def test_a_template_with_a_place_for_tools_gets_them_as_they_are():
+def test_template_with_tools_gets_them_unchanged():
     chat = conversation(HERMES.chat_template, MESSAGES, TOOLS, {})
     assert chat.messages == MESSAGES
     assert chat.tools[1] == {"type": "function", "function": {"name": "time", "strict": True}}
 
 
-def test_a_name_that_the_template_does_not_read_is_left_out_unless_it_is_a_slip():
+def test_unread_template_kwarg_is_dropped_unless_misspelt():
     model = inputs("{{ enable_thinking }}").chat_template
     assert conversation(model, MESSAGES, (), {"enable_thinking": False}).template_vars
     assert not conversation(model, MESSAGES, (), {"seed": 1}).template_vars

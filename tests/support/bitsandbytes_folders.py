@@ -92,7 +92,7 @@ def _four_bits(values: Tensor, kind: Kind) -> tuple[Mapping[str, Tensor], Tensor
 
 
 def _nested(absmax: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of quantised scales, and what these stand for."""
+    """The tensors of quantised scales, and their dequantised values."""
     outer = torch.stack([part.abs().max() for part in absmax.split(NESTED_BLOCK)])
     every = outer.repeat_interleave(NESTED_BLOCK)[: len(absmax)]
     codes = ((absmax - OFFSET) / every)[:, None].sub(NESTED_MAP).abs().argmin(1)

@@ -102,7 +102,7 @@ class Event:
     def query(self) -> bool:
         self.gpu.pass_time()
         if self.mark is not None and not self.mark.is_reached:
-            self.gpu.advance(self.mark.stream)  # a loop that asks must end
+            self.gpu.advance(self.mark.stream)  # a loop that polls must end
         return self.mark is None or self.mark.is_reached
 
     def synchronize(self) -> None:
@@ -314,7 +314,7 @@ class LateDevice:
         return x
 
     def upload(self, x: Tensor) -> "DeviceTensor":
-        """Copy values of the host that nobody else can change."""
+        """Copy values of the host that no other code can change."""
         there = self.empty(x.size(), x.contiguous().stride(), x.dtype)
         self.launch(lambda: there.values.copy_(x))
         return there

@@ -89,7 +89,7 @@ def quantization_config(kind: str) -> dict[str, Any]:
 
 
 def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
-    """The tensors of a matrix by suffix, and the values that they stand for in float64."""
+    """The tensors of a matrix by suffix, and its dequantised values in float64."""
     block, n_bits, is_float, is_packed, has_zeros, dtype = KINDS[kind]
     if is_float and n_bits == 4:
         return _four_bit_floats(values, block[1], dtype)

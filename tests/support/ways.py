@@ -1,4 +1,4 @@
-"""Ways to run the same requests: everything on which, with exact sums, no bit depends."""
+"""Ways to run the same requests: settings that, with exact sums, must not change any bit."""
 
 import logging
 import random

@@ -47,15 +47,15 @@ def check(sample, ops, scores=PLAIN):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads_per_kv", HEAD_MAPS, ids=str)
-def test_decoded_queries_of_any_head_map_see_their_keys(device, heads_per_kv):
+def test_decode_attention_matches_reference_for_any_head_map(device, heads_per_kv):
     sample = make_sample(DECODED, heads_per_kv, 16, dtype=torch.float32, device=device)
-    # Two programs share a query's keys; but the interpreter takes long to merge many heads'.
+    # Two programs split a query's keys, but merging 71 heads takes the interpreter too long.
     check(sample, Decode(1 if heads_per_kv == (71,) else 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads_per_kv", HEAD_MAPS, ids=str)
-def test_chunks_of_any_head_map_see_their_keys(device, heads_per_kv):
+def test_prefill_attention_matches_reference_for_any_head_map(device, heads_per_kv):
     sample = make_sample(CHUNKS, heads_per_kv, 16, dtype=torch.float32, device=device)
     check(sample, CUDAOps())
 
@@ -66,14 +66,14 @@ def test_chunks_of_any_head_map_see_their_keys(device, heads_per_kv):
     [(12, None, CAPPED), (80, 1, PLAIN), (80, 30, CAPPED), (12, 30, PLAIN)],
     ids=str,
 )
-def test_windows_and_soft_caps_are_heeded(device, dtype, head_dim, window, scores):
+def test_windows_and_soft_caps_match_reference(device, dtype, head_dim, window, scores):
     own = {"dtype": dtype, "window": window, "device": device}
     check(make_sample(((1, 7), (1, 140)), (3, 2), head_dim, **own), Decode(1, scores), scores)
     check(make_sample(((2, 7), (9, 50)), (3, 2), head_dim, **own), CUDAOps(scores), scores)
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_sink_takes_a_part_of_the_weights_of_its_head(device, window):
+def test_attention_with_sinks_matches_reference(device, window):
     """Also a sink far above and far below all scores, whose weights must not overflow."""
     own = {"dtype": torch.float32, "window": window, "device": device}
     sinks = torch.tensor([0.3, -200.0, 4.0, 200.0, 1.0], device=device)
@@ -86,33 +86,33 @@ def test_a_sink_takes_a_part_of_the_weights_of_its_head(device, window):
     torch.testing.assert_close(o, chunks.expected(SINKING, sinks), rtol=0, atol=2e-6)
 
 
-def test_more_heads_than_registers_have_room_for_are_shared_out(device):
+def test_more_heads_than_fit_registers_match_reference(device):
     own = {"dtype": torch.float32, "device": device}
     check(make_sample(((1, 5), (1, 40)), (2, 35), 256, **own), Decode(1))
     check(make_sample(((2, 5), (1, 40)), (2, 35), 256, **own), CUDAOps())
 
 
-def test_a_window_may_be_shorter_than_what_a_program_takes_at_once(device):
-    """Its first keys are then out of sight of its last queries."""
+def test_window_may_be_shorter_than_a_query_tile(device):
+    """The last queries of a tile then do not see the first keys of the tile."""
     own = {"dtype": torch.float16, "window": 5, "block_size": 16, "device": device}
     check(make_sample(((100, 7),), (1,), 16, **own), CUDAOps())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_programs", [1, 5])
-def test_more_keys_than_short_splits_have_room_for_are_cut_into_longer_ones(device, n_programs):
+def test_sequence_too_long_for_short_splits_matches_reference(device, n_programs):
     own = {"dtype": torch.float32, "block_size": 16, "device": device}
     check(make_sample(((1, 64 * 128),), (2,), 16, **own), Decode(n_programs))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_keys_may_be_kept_in_bytes(device, cache_dtype):
+def test_attention_reads_8_bit_kv_cache(device, cache_dtype):
     own = {"dtype": torch.float32, "cache_dtype": cache_dtype, "device": device}
     check(make_sample(((1, 3), (1, 70)), (3, 2), 16, **own), Decode(1))
     check(make_sample(((2, 3), (5, 30)), (3, 2), 16, **own), CUDAOps())
 
 
-def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
+def test_every_fp8_byte_is_read_as_in_torch(device):
     """With one key per query the result is its value; a NaN byte makes its row NaN."""
     numbers = torch.arange(256, dtype=torch.uint8).repeat(2, 1)
     scales = torch.full((2, 1), 0.5).view(torch.uint8)
@@ -129,7 +129,7 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_decoded_query_gets_to_the_last_bit_what_it_gets_alone(device, dtype):
+def test_decoded_query_is_bitwise_equal_alone_and_in_batch(device, dtype):
     """For any batch, number of programs and location of the keys."""
     sample = make_sample(DECODED, (3, 2), 16, dtype=dtype, device=device)
     together = sample.run(Decode(1))
@@ -143,7 +143,7 @@ def test_a_decoded_query_gets_to_the_last_bit_what_it_gets_alone(device, dtype):
             assert (alone == POISON).all((1, 2)).sum() == len(alone) - 1
 
 
-def test_how_many_programs_there_are_by_default_changes_nothing(device):
+def test_default_number_of_programs_does_not_change_results(device):
     sample = make_sample(((1, 200),), (2,), 16, dtype=torch.float32, device=device)
     assert torch.equal(sample.run(CUDAOps()), sample.run(Decode(1)))
 
@@ -160,7 +160,7 @@ def test_a_query_of_a_chunk_does_not_depend_on_other_ranges(device):
 
 
 @pytest.mark.parametrize("ranges", [((0, 0), (0, 3)), ()])
-def test_a_batch_of_nothing_but_padding_is_left_alone(device, ranges):
+def test_padding_only_batch_writes_no_output(device, ranges):
     sample = make_sample(ranges, (2,), 4, dtype=torch.float32, device=device)
     for max_queries in (1, 5):
         queries = replace(sample.queries, max_queries=max_queries)
@@ -169,7 +169,7 @@ def test_a_batch_of_nothing_but_padding_is_left_alone(device, ranges):
 
 
 @pytest.mark.parametrize("max_queries", [1, 5])
-def test_nothing_is_launched_for_tensors_without_memory(max_queries):
+def test_attention_on_meta_tensors_launches_nothing(max_queries):
     sample = make_sample(((1, 3),), (3, 2), 8, dtype=torch.float32)
     meta = torch.device("meta")
     queries = PagedQueries(
@@ -184,12 +184,12 @@ def test_nothing_is_launched_for_tensors_without_memory(max_queries):
     ("n_pairs", "n_bytes", "n_programs"),
     [(0, 0, 64), (8, 1 << 20, 64), (300, 1 << 26, 6), (4096, 1 << 26, 1), (300, 1 << 27, 1)],
 )
-def test_few_queries_are_shared_by_as_many_programs_as_fill_a_gpu(n_pairs, n_bytes, n_programs):
+def test_few_queries_are_split_into_enough_programs_to_fill_a_gpu(n_pairs, n_bytes, n_programs):
     assert _programs(n_pairs, n_bytes) == n_programs
 
 
 def launches():
-    """Heads of models that there are: Llama's, Gemma's with its cap, Falcon's 71 over one."""
+    """Heads of real models: Llama's, Gemma's with its cap, Falcon's 71 over one."""
     for dtype, head_dim, heads_per_kv, cap, cache_dtype in (
         (torch.bfloat16, 128, 4, None, None),
         (torch.bfloat16, 256, 2, 50.0, None),
@@ -208,12 +208,12 @@ def launches():
 
 
 @pytest.mark.slow
-def test_what_it_computes_with_stays_in_registers():
+def test_attention_kernels_stay_within_register_and_memory_limits():
     kernels = compiled(__file__, "launches")
     assert {kernel.kernel for kernel in kernels} == {"_decode", "_combine", "_attention"}
-    # A chunk of Llama's heads is eight numbers short on sm_80, whose products take registers.
+    # On sm_80, prefill with Llama's heads spills eight numbers, as products take registers.
     most = {80: 32, 90: 0, 100: 0}
     assert not [kernel for kernel in kernels if kernel.is_fused]
     assert not [kernel for kernel in kernels if kernel.stack_bytes > most[kernel.target]]
-    # What GPUs of the 40 series have.
+    # The shared memory of GPUs of the 40 series.
     assert not [kernel for kernel in kernels if kernel.shared_bytes > 99 << 10]

@@ -24,7 +24,7 @@ SETTINGS = [
     (3, 0.2, 0.0, 1e-3),
     (0, 0.999, 0.0, 40.0),  # a nucleus larger than the candidates
     (0, 1e-9, 0.0, 1.5),
-    (9999, 0.9, 0.0, 0.5),  # more than there are
+    (9999, 0.9, 0.0, 0.5),  # more than the candidates
 ]
 CUTS = {1: [0, 1.0], 3: [0, 0, 0.45, 1.0], 5: [0, 0.001, 0.03, 0.5, 0.98, 1.0]}
 
@@ -41,7 +41,7 @@ def rows_of(n: int, device: torch.device) -> Filters:
 
 
 def same(ours: torch.Tensor, torchs: torch.Tensor) -> None:
-    """Logits and tokens to the last bit; a mass has another order of its sum."""
+    """Logits and tokens have equal bits; the total probability is summed in another order."""
     assert torch.equal(ours[:, 1:], torchs[:, 1:])
     torch.testing.assert_close(ours[:, 0], torchs[:, 0], rtol=1e-13, atol=0)
 
@@ -51,7 +51,7 @@ def same(ours: torch.Tensor, torchs: torch.Tensor) -> None:
     ("n_rows", "n_columns", "first"),
     [(3, 0, 9), (3, 1, 127), (0, 70, 0), (3, 70, 0), (3, 1024, 3), (3, 2001, 7)],
 )
-def test_the_largest_logits_whose_they_are_and_the_mass(device, dtype, n_rows, n_columns, first):
+def test_candidates_match_torch(device, dtype, n_rows, n_columns, first):
     around = (torch.randn(n_rows, n_columns + 9, device=device) * 3).to(dtype)
     around[:, :4], around[:, -5:] = 99, 99
     x, temperatures = (
@@ -61,7 +61,7 @@ def test_the_largest_logits_whose_they_are_and_the_mass(device, dtype, n_rows, n
     same(*(ops.candidates(x, temperatures, K, first) for ops in (CUDAOps(), TorchOps())))
 
 
-def test_lists_are_merged_more_than_once(device):
+def test_candidates_match_torch_with_two_levels_of_merging(device):
     """Lists of the top k of parts of 1024 logits are merged by 16, twice."""
     x, temperatures = torch.randn(1, 17 * 1024 + 5, device=device), rows_of(1, device)
     x[0, ::1000] += 9
@@ -73,8 +73,8 @@ def test_lists_are_merged_more_than_once(device):
     )
 
 
-def test_of_equal_logits_the_first_tokens_are_taken(device):
-    """Numbers that come many times, -0 and 0 among them, and rows of little but -inf."""
+def test_equal_logits_are_ordered_as_in_torch(device):
+    """Repeated values, 0 and -0, and rows that are mostly or entirely -inf."""
     x = torch.randint(-2, 3, (4, 2500), device=device).float() * 0.5
     x[1, ::2], x[1, 1::2] = 0.0, -0.0
     x[2, 7:] = -torch.inf
@@ -85,8 +85,8 @@ def test_of_equal_logits_the_first_tokens_are_taken(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "vocab_size"), [(1, 40), (3, 2600), (5, 40)])
-def test_ranks_draw_together_what_torch_draws(device, tp_size, vocab_size):
-    """Sharp rows, flat ones, rounded ones and ones with forbidden tokens."""
+def test_vocab_sharded_draw_matches_torch(device, tp_size, vocab_size):
+    """Peaked rows, flat rows, rounded rows and rows with forbidden tokens."""
     filters = rows_of(2 * len(SETTINGS), device)
     x = torch.randn(len(filters.top_k), vocab_size, device=device)
     x[: len(SETTINGS)] *= 4
@@ -107,7 +107,7 @@ def test_ranks_draw_together_what_torch_draws(device, tp_size, vocab_size):
     assert 0 < ours.count(-1) < len(ours) / 2 if vocab_size > K else -1 not in ours
 
 
-def test_a_row_gets_what_it_gets_alone(device):
+def test_row_gets_same_candidates_and_token_alone_and_in_batch(device):
     n_rows = 4
     filters = rows_of(n_rows, device)
     x = torch.randn(n_rows, 1300, device=device) * 3

@@ -72,7 +72,7 @@ def launches():
 
 
 def mixture(ops, x):
-    """What a layer with 16 of Mixtral's experts does."""
+    """The operators of a layer with 16 of Mixtral's experts."""
     routing_weights, experts = ops.route(x, torch.empty(16, 4096, dtype=x.dtype), 2, normed=True)
     to_experts, back = ops.expert_dispatch(experts, range(16))
     h = ops.routed_linear(x, [torch.empty(28672, 4096, dtype=x.dtype)] * 16, to_experts)
@@ -84,7 +84,7 @@ def mixture(ops, x):
     ops.add_expert_bias_(h, torch.empty(16, 28672, dtype=x.dtype), to_experts)
 
 
-# What is compiled; a number of rows makes no difference.
+# Compilations of each kernel; the number of rows makes no difference.
 COUNTS = {
     "_norm": 4,
     "_add_norm": 7,
@@ -112,10 +112,10 @@ COUNTS = {
 
 
 @pytest.mark.slow
-def test_nothing_is_spilled_nor_compiled_for_a_number_of_rows():
+def test_kernels_neither_spill_nor_recompile_per_row_count():
     kernels = compiled(__file__, "launches")
     assert not [kernel for kernel in kernels if kernel.stack_bytes]
-    # The compiler's default fused in some tile sizes, so rows differed in the last bit.
+    # By default the compiler fused multiply-adds in some tile sizes, so rows differed in bits.
     assert not [kernel for kernel in kernels if kernel.is_fused]
     # The first of each kernel is compiled for every architecture.
     more = len(TARGETS) - 1
@@ -123,7 +123,7 @@ def test_nothing_is_spilled_nor_compiled_for_a_number_of_rows():
 
 
 def test_every_kernel_first_waits_for_the_kernel_before_it():
-    """A launch does not wait from sm_90 on: a kernel that forgets to would read old values."""
+    """From sm_90 on, launches do not wait; without await_inputs() kernels would read old values."""
     for file in Path(cuda.__file__).parent.glob("*.py"):
         tree = ast.parse(file.read_text())
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

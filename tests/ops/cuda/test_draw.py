@@ -40,7 +40,7 @@ def both(x: Tensor, sampling_keys: SamplingKeys, first: int) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("place", [0, 999])
-def test_a_token_is_found_wherever_it_is(device, place):
+def test_token_is_found_at_first_and_last_position(device, place):
     """The first and the last tile may extend beyond the vocabulary."""
     x = torch.zeros(2, 1000, device=device)
     x[:, place] = 1000
@@ -48,7 +48,7 @@ def test_a_token_is_found_wherever_it_is(device, place):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_row_tells_of_what_is_no_number(device, temperature):
+def test_draw_reports_nan_and_inf(device, temperature):
     x = torch.zeros(5, 2100, device=device)
     x[0], x[1, 60], x[2, 3], x[3, 7], x[3, 2090] = -torch.inf, torch.nan, torch.inf, -torch.inf, 50
     x[4, 2], x[4, 2090], x[4, 1500] = torch.inf, torch.nan, torch.nan
@@ -59,7 +59,7 @@ def test_a_row_tells_of_what_is_no_number(device, temperature):
     assert ours[:, 1].tolist() == [9, 69, 12, 2099, 1509] == torchs[:, 1].tolist()
 
 
-def test_a_row_gets_to_the_last_bit_what_it_gets_alone(device):
+def test_draw_of_a_row_is_bitwise_equal_alone_and_in_batch(device):
     x, noise = torch.randn(6, 1300, device=device), sampling_keys_of(6, device)
     together = CUDAOps().draw(x, noise, 5)
     for row in range(6):
@@ -68,7 +68,7 @@ def test_a_row_gets_to_the_last_bit_what_it_gets_alone(device):
 
 
 @pytest.mark.parametrize("tp_size", CUTS)
-def test_ranks_draw_together_what_the_cpu_draws(device, tp_size):
+def test_vocab_sharded_draw_equals_cpu_draw(device, tp_size):
     """For any shards of the vocabulary, some of them empty."""
     torch.manual_seed(1)
     x = torch.randn(6, VOCAB) * 2

@@ -37,14 +37,14 @@ from parallel_llama.sampling.pending import PendingDraws
 N_NEW = 3
 SMALL = replace(ARGS, n_layers=1, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")
 WINDOWED = replace(HYBRID, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, dtype="float32")
-# What its experts give is normed, so that it counts among random numbers.
+# Expert outputs are normed, so that they are not negligible beside random numbers.
 _EXPERTS = {"ffn_dim": 9, "n_experts": 4, "n_active_experts": 2, "post_norms": True}
 MIXTURE = replace(SMALL, n_layers=1, dim=24, **_EXPERTS)
 BIASED = OF_FAMILIES["gpt_oss"]
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what goes from one device to the other, and stands for what comes down."""
+    """Counts copies between devices; copies to the host leave their targets unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Traffic(TorchDispatchMode):
 
 
 class Literals(TorchFunctionMode):
-    """Refuses numbers of Python's on the device: each would be a copy that is waited for."""
+    """Refuses tensors made on the device from Python numbers: each would be a blocking copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -79,11 +79,11 @@ class Literals(TorchFunctionMode):
     "args", [ARGS, HYBRID, MIXTURE, BIASED], ids=["full", "windows", "experts", "biases"]
 )
 @pytest.mark.parametrize("top_k", [0, 20])
-def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k):
-    """On the meta device a question, such as which of some numbers are not zero, is an error.
+def test_decode_step_copies_once_each_way_plus_filters_and_never_waits(args, top_k):
+    """On the meta device, an operator that waits for values, such as `nonzero`, is an error.
 
-    A greedy row, and two with noise; filters are one copy more. The first step, which runs before
-    one is recorded, may copy more.
+    One row is greedy and two are sampled; top_k takes one more copy. The first step runs before
+    recording and may copy more.
     """
     runner = meta_runner(args, CUDAOps)
     tables = [list(range(n, n + 20)) for n in range(3)]
@@ -133,8 +133,8 @@ def test_every_decode_step_can_be_captured(args):
     assert record_on_meta(args, CUDAOps) == list(recorded_steps.BUCKETS)
 
 
-def test_a_step_that_waits_for_the_device_is_found_before_it_is_captured(caplog):
-    """The capture failed when it ended, and the allocator assumed for ever that it was active."""
+def test_step_that_waits_for_the_device_is_rejected_before_capture(caplog):
+    """Regression: the capture failed at its end, and the allocator still assumed a capture."""
     assert record_on_meta(MIXTURE, Ungrouped) == []
     assert "graph of 1 rows or more run without one: the operator aten." in caplog.text
     assert "waits for the device" in caplog.text
@@ -159,7 +159,7 @@ def answers(
     n_new: int,
     ranks_per_expert: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
-    """The tokens of three requests of unlike lengths, drawn unlike; the last comes later."""
+    """The tokens of three requests with different lengths and sampling; the last arrives later."""
     ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
     runner = make_runner_of(comm, args, ops, ranks_per_expert)
     engine = make_engine(runner, n_blocks=12, block_size=4)
@@ -187,7 +187,7 @@ def answers(
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Lock]:
-    """Held by the rank that runs: Triton's interpreter is not for two threads at once."""
+    """A lock held by the rank that runs, because Triton's interpreter is not thread-safe."""
     turn, exchange = threading.Lock(), ThreadComm._exchange
 
     def exchange_in_turns(comm: ThreadComm, x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Lock]:
     [(SMALL, 2, None), (WINDOWED, 1, None), (MIXTURE, 2, 1)],
     ids=["3 and 2 heads", "windows", "experts dealt out"],
 )
-def test_requests_get_the_tokens_that_the_cpu_gives(
+def test_requests_get_the_same_tokens_as_on_cpu(
     monkeypatch, turns, args, tp_size, ranks_per_expert
 ):
     """Prompts in chunks and decode steps in graphs; 5 query heads on 2 ranks are 3 and 2."""

@@ -55,12 +55,12 @@ def test_weights_may_have_fewer_bits_than_inputs(device):
     torch.testing.assert_close(CUDAOps().linear(x, weight), x @ weight.float().T)
 
 
-def test_more_rows_are_torchs(device):
+def test_more_than_16_rows_are_bitwise_equal_to_torch(device):
     x, weight = torch.randn(17, 50, device=device), torch.randn(9, 50, device=device)
     assert torch.equal(CUDAOps().linear(x, weight), torch.nn.functional.linear(x, weight))
 
 
-def test_few_outputs_are_cut_into_parts_by_their_inputs():
+def test_matrices_with_few_outputs_are_split_along_inputs():
     """The weights of a layer of Llama 3 8B."""
     assert [kernels.parts_of(n // 64, 4096) for n in (4096, 6144, 28672, 128256)] == [4, 3, 1, 1]
     assert kernels.parts_of(64, 14336) == 4

@@ -24,7 +24,7 @@ from parallel_llama.plan import make_plan
 pytestmark = pytest.mark.slow
 
 N_TOKENS = 19
-# One for every way through the operators.
+# One model for every path through the operators.
 MODELS = [
     "10/2 all biases, tied",
     "9/3 llama3, wide heads",
@@ -59,8 +59,8 @@ QUANTISED = ModelArgs(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_torchs_operators(device, tmp_path, name):
-    """Of one layer, because the interpreter takes seconds for it."""
+def test_logits_match_torch_operators(device, tmp_path, name):
+    """Models have one layer, because the interpreter takes seconds per layer."""
     tiny = {**TINY_MODELS, "7/1 gpt_oss": GPT_OSS}[name]
     own = dict(tiny.own)
     if len(tiny.own.get("layer_types", ())) > 1:
@@ -72,10 +72,10 @@ def test_logits_are_those_of_torchs_operators(device, tmp_path, name):
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4", "fp8"])
-def test_quantised_logits_are_those_of_torchs_operators(device, quant):
+def test_quantised_logits_match_torch_operators(device, quant):
     precision = Precision.on("cuda", "float32", quant)
     ours, theirs = both(QUANTISED, random_checkpoint(QUANTISED, 1), precision, device)
-    # An input that lies between two bytes may go to either, and so it does on a CPU.
+    # An input halfway between two integers may round to either, as on a CPU.
     assert (ours - theirs).norm() < (1e-5 if quant == "fp8" else 0.02) * theirs.norm()
 
 

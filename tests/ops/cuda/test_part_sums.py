@@ -45,7 +45,9 @@ def product(device, monkeypatch):
 @DTYPES
 @BIAS
 @pytest.mark.parametrize("has_post_norm", [False, True])
-def test_norms_of_a_residual_stream(product, device, dtype, has_bias, has_post_norm):
+def test_add_rms_norm_of_part_sums_equals_whole_product(
+    product, device, dtype, has_bias, has_post_norm
+):
     sums, y = product(36, dtype, has_bias)
     x, weight = (
         torch.randn(5, 36, device=device).to(dtype),
@@ -60,7 +62,7 @@ def test_norms_of_a_residual_stream(product, device, dtype, has_bias, has_post_n
 
 @DTYPES
 @BIAS
-def test_gates(product, dtype, has_bias):
+def test_activations_of_part_sums_equal_whole_product(product, dtype, has_bias):
     sums, y = product(1030, dtype, has_bias)
     ops = CUDAOps()
     assert torch.equal(ops.silu_and_mul(sums), ops.silu_and_mul(y))
@@ -75,7 +77,9 @@ def test_gates(product, dtype, has_bias):
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)
-def test_rotated_and_stored(product, device, dtype, has_bias, has_norms, rotates, stored):
+def test_rotate_and_store_of_part_sums_equals_whole_product(
+    product, device, dtype, has_bias, has_norms, rotates, stored
+):
     """3 query heads and 2 KV heads; an operator that takes only tensors adds the sums first."""
     sums, y = product(7 * 12, dtype, has_bias)
     angles = torch.randn(5, 1, 6, device=device)
@@ -94,7 +98,7 @@ def test_rotated_and_stored(product, device, dtype, has_bias, has_norms, rotates
 
 
 @DTYPES
-def test_experts(monkeypatch, device, dtype):
+def test_expert_ops_on_part_sums_equal_whole_product(monkeypatch, device, dtype):
     """Two experts of three; the last token has one expert that is not on this rank."""
     monkeypatch.setattr(kernels, "parts_of", lambda *_: 3)
     dispatch, _ = CUDAOps().expert_dispatch(torch.tensor([[0, 1], [1, 0], [0, 2]]), range(2))
@@ -108,7 +112,7 @@ def test_experts(monkeypatch, device, dtype):
     assert torch.equal(ops.weighted_sum(sums, routing_weights), expected)
 
 
-def test_more_rows_and_whole_products_are_tensors(device):
+def test_product_is_a_tensor_for_one_part_or_many_rows(device):
     ops, weight = CUDAOps(), torch.randn(9, 50, device=device)
     for n in (3, 17):
         assert isinstance(ops.product(torch.randn(n, 50, device=device), weight), Tensor)
@@ -160,7 +164,7 @@ def launches_of_layer(monkeypatch: pytest.MonkeyPatch, model: str, tp_size: int)
         ("gemma-2-9b", 8, 11),
     ],
 )
-def test_the_launches_of_a_layer(monkeypatch, model, tp_size, n):
-    """Without those of collectives."""
+def test_number_of_launches_per_layer(monkeypatch, model, tp_size, n):
+    """Launches of collectives are not counted."""
     counts = launches_of_layer(monkeypatch, model, tp_size)
     assert counts.total() == n, counts

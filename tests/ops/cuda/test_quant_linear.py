@@ -33,7 +33,7 @@ def cut_into(monkeypatch, n_parts):
 
 
 def multiplied(x, weight):
-    """Into a view of some columns."""
+    """The product, written into a view of some columns."""
     ops = CUDAOps()
     shape = PanelShape(weight.form, weight.shape[1], ops.panel_rows, weight.n_before)
     whole = torch.full((len(x), weight.shape[0] + 7), 5.0, dtype=x.dtype, device=x.device)
@@ -43,7 +43,7 @@ def multiplied(x, weight):
 
 
 @INTEGER_FORMS
-def test_a_product_is_the_exact_integer_where_scales_are_one(device, form):
+def test_product_with_unit_scales_is_the_exact_integer(device, form):
     """Inputs with a largest value of 127 in every group are quantised exactly."""
     ones = torch.ones(9, -(-3 // form.n_shared), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
@@ -59,12 +59,12 @@ def test_a_product_is_the_exact_integer_where_scales_are_one(device, form):
 def test_every_fp8_number_is_decoded_exactly(device, dtype):
     weight, x = every_float().to(device), torch.eye(32, dtype=dtype, device=device)
     expected = weight.values().T.to(dtype)
-    assert len(expected.unique()) == 253  # 0 has two
+    assert len(expected.unique()) == 253  # 0 has two encodings
     assert torch.equal(multiplied(x, weight), expected)
 
 
 @SOME
-def test_an_integer_product_is_that_of_torch_for_any_shape(device, form):
+def test_integer_product_matches_torch_for_any_shape(device, form):
     """Groups of one block, and of two blocks."""
     for n, k, m in [(0, 32, 3), (3, 96, 65), (15, 64, 5), (5, 64, 0), (2, 0, 3)]:
         x = torch.randn(n, k, device=device)
@@ -77,7 +77,7 @@ def test_an_integer_product_is_that_of_torch_for_any_shape(device, form):
 
 @PARTS
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_an_fp8_product_is_that_of_float64_for_any_shape(monkeypatch, device, dtype, n_parts):
+def test_fp8_product_matches_float64_for_any_shape(monkeypatch, device, dtype, n_parts):
     cut_into(monkeypatch, n_parts)
     for n, k, m in [(0, 32, 3), (3, 96, 65), (17, 64, 5), (70, 32, 2), (5, 64, 0), (2, 0, 3)]:
         x = torch.randn(n, 2 * k, device=device).to(dtype)[:, k:]  # a view of some columns
@@ -97,13 +97,13 @@ def test_a_product_does_not_depend_on_the_batch(device, monkeypatch, form, n_par
         assert torch.equal(multiplied(x[-n:], weight), together[-n:])
 
 
-def test_one_row_and_more_are_added_in_the_same_order(device):
-    """150 groups: more than are added side by side."""
+def test_one_row_and_several_rows_are_summed_in_the_same_order(device):
+    """150 groups are more than a program adds in parallel lanes."""
     x, weight = torch.randn(3, 32 * 150, device=device), a_matrix(INT4_MIN, 3, 32 * 150).to(device)
     assert torch.equal(multiplied(x[:1], weight), multiplied(x, weight)[:1])
 
 
-def test_many_rows_are_multiplied_by_the_matrix_in_their_dtype(device):
+def test_many_rows_use_the_dequantised_matrix(device):
     """Every format, blocks that begin within the matrix's first block, and NaN of fp8."""
     for form in (*INTEGERS, FP8):
         weight = a_matrix(form, 5, 96, n_before=3).to(device)
@@ -119,7 +119,7 @@ def test_many_rows_are_multiplied_by_the_matrix_in_their_dtype(device):
 
 @INTEGER_FORMS
 def test_a_product_and_a_lookup_can_be_captured_in_a_graph(form):
-    """`repeat_interleave` waits for the device, so quantised models were decoded without graphs."""
+    """Regression: `repeat_interleave` waited, so quantised models were decoded without graphs."""
     ops, shape = CUDAOps(), PanelShape(form, 256, CUDAOps.panel_rows)
     panels = torch.empty(9, shape.n_bytes, dtype=torch.uint8, device="meta")
     x, y = torch.empty(2, 256, device="meta"), torch.empty(2, 9, device="meta")
@@ -138,7 +138,7 @@ def test_inputs_and_results_may_be_in_half_precision(device):
 @pytest.mark.filterwarnings("ignore:.*encountered in")
 @pytest.mark.parametrize("form", [FP8, INT4_MIN], ids=lambda f: f.name)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_a_number_that_is_not_finite_affects_its_own_row_alone(device, wrong, form):
+def test_nan_or_inf_input_affects_only_its_own_row(device, wrong, form):
     x, weight = torch.randn(3, 64, device=device), a_matrix(form, 20, 64).to(device)
     x[1, 40] = wrong
     result = multiplied(x, weight)

@@ -16,7 +16,7 @@ def bytes_of(cache):
 
 
 @pytest.mark.parametrize("stored", kv_rows.LARGEST, ids=str)
-def test_every_number_is_rounded_to_bytes_as_torch_does(device, stored):
+def test_every_value_is_rounded_to_8_bits_as_in_torch(device, stored):
     """Numbers of all exponents, numbers between two bytes, zeros, NaN and infinity."""
     largest = kv_rows.LARGEST[stored]
     if stored == torch.int8:
@@ -41,7 +41,7 @@ def test_every_number_is_rounded_to_bytes_as_torch_does(device, stored):
     assert kv_rows.unpack(ours, torch.float32)[0, ~is_number].isnan().all()
 
 
-def test_rows_whose_scale_is_not_aligned_are_torchs(device):
+def test_rows_with_unaligned_scales_fall_back_to_torch(device):
     assert not can_store(18, torch.int8)
     qkv, angles = torch.randn(2, 9, 18, device=device), torch.randn(2, 1, 9, device=device)
     rotations = torch.polar(torch.ones_like(angles), angles)

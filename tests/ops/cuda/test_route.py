@@ -17,17 +17,17 @@ def routed(ops, scores, n_active, *, normed=True):
     return ops.route(scores, gate, n_active, normed=normed)
 
 
-def test_equally_good_experts_are_taken_by_their_number(device):
+def test_ties_choose_the_expert_with_lowest_number(device):
     rows = [[1, 3, 2, 3, 3], [0, -0.0, 0, 0, 0], [2, 1, 2, 9, 2], [-1, -2, -3, -1, -torch.inf]]
     scores = torch.tensor(rows, device=device)
-    # Without a product, which would make NaN of infinity.
+    # No product with a gate: it would turn infinity into NaN.
     _, experts = kernels.route(scores, 2, normed=True)
     assert experts.tolist() == [[1, 3], [0, 1], [3, 0], [0, 3]]
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in")
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
-def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(device, bad):
+def test_invalid_scores_give_nan_weights_and_valid_experts(device, bad):
     """NaN makes the step fail with an error; the experts are valid numbers."""
     scores = torch.randn(4, 5, device=device)
     scores[0, 2] = scores[2] = bad
@@ -52,7 +52,7 @@ def same_dispatch(ours, theirs):
         assert mine.max_rows == their.max_rows
 
 
-def test_more_pairs_are_torchs(device, monkeypatch):
+def test_dispatch_of_too_many_pairs_falls_back_to_torch(device, monkeypatch):
     monkeypatch.setattr(kernels, "launch", None)
     experts = torch.zeros(kernels.MAX_PAIRS // 2 + 1, 2, dtype=torch.int64, device=device)
     same_dispatch(

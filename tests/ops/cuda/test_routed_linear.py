@@ -68,9 +68,7 @@ def test_routed_linear(device, monkeypatch, dtype, n_parts, counts, n_others, sh
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("n_parts", [1, 2])
-def test_a_row_is_to_the_last_bit_what_its_weight_makes_of_it_alone(
-    device, monkeypatch, dtype, n_parts
-):
+def test_routed_row_is_bitwise_equal_to_a_separate_product(device, monkeypatch, dtype, n_parts):
     cut_into(monkeypatch, n_parts)
     counts, ops = (20, 0, 3, 1), CUDAOps()
     x = torch.randn(9, 200, device=device).to(dtype)
@@ -91,7 +89,7 @@ def test_weights_may_have_fewer_bits_than_inputs(device):
     torch.testing.assert_close(CUDAOps().routed_linear(x, weights, dispatch), expected)
 
 
-def test_weights_of_several_dtypes_and_more_rows_are_torchs(device, monkeypatch):
+def test_mixed_dtypes_and_too_many_rows_fall_back_to_torch(device, monkeypatch):
     monkeypatch.setattr(kernels, "_routed", None)
     x = torch.randn(4, 50, device=device)
     weights = [torch.randn(9, 50, device=device) for _ in range(2)]
@@ -101,12 +99,12 @@ def test_weights_of_several_dtypes_and_more_rows_are_torchs(device, monkeypatch)
         torch.testing.assert_close(CUDAOps().routed_linear(x, own, dispatch), expected)
 
 
-def test_as_many_rows_as_a_graph_has_are_never_torchs():
+def test_every_graph_size_fits_the_routed_kernel():
     assert max(BUCKETS) <= MAX_ROUTED_ROWS
 
 
 @pytest.mark.parametrize("n_weights", [1, 2])
-def test_there_are_as_many_programs_as_any_routes_need_and_no_more(n_weights):
+def test_number_of_tiles_is_the_worst_case_over_all_routings(n_weights):
     rows = kernels.MAX_ROWS
     for n in (0, 1, 2, 3, rows, rows + 1, 2 * rows, 2 * rows + 2, 3 * rows + 3):
         splits = (each for each in product(range(n + 1), repeat=n_weights + 1) if sum(each) == n)
