@@ -61,6 +61,17 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def test_scripts_use_the_python_that_made_an_active_environment(tmp_path):
+    """A script that makes the environment again removes it first."""
+    own = tmp_path / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(own)], check=True)
+    script = f"source {LAUNCH / 'environment.sh'}; choose_python"
+    env = {**os.environ, "PATH": f"{own / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and Path(done.stdout.strip()).is_file()
+    assert not Path(done.stdout.strip()).is_relative_to(own)
+
+
 def batch(cluster: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
     script = ["bash", str(ROOT / "launch" / "slurm.sh"), *argv]
     done = subprocess.run(script, env=cluster, capture_output=True, text=True, timeout=LIMIT_S)
