@@ -17,16 +17,16 @@ from tiny_folder import write_chat_folder
 
 from parallel_llama.parallel.launch import ENDING_SIGNALS
 
-# Without a GPU, Triton kernels run in its interpreter. The variable must be set before Triton is
-# imported, which transformers does.
+# Without a GPU, Triton kernels run in Triton's interpreter. The variable must be set before
+# transformers imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Equal examples on every machine and in every run, without a deadline.
+# The same examples on every machine and in every run, without a deadline.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-# Background jobs of a shell ignore Ctrl-C, which processes started by tests would inherit.
+# Background jobs of a shell ignore SIGINT, and processes started by tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Imports nothing from folders of slow tests where these are left out."""
+    """Skips folders of slow tests with `-m "not slow"`, so that their files are not imported."""
     return True if config.option.markexpr == "not slow" and collection_path.name in SLOW else None
 
 
@@ -74,7 +74,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def handlers_are_restored() -> Iterator[None]:
-    """Commands set signal handlers for the rest of their process, which tests share."""
+    """Restores signal handlers, because commands replace them and tests share a process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING_SIGNALS)}
     yield
     for number, handler in before.items():
@@ -92,7 +92,7 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat model of random weights, which no test changes."""
+    """A chat model with random weights; tests must not change its files."""
     return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
 
 

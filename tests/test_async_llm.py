@@ -1,4 +1,4 @@
-"""Many coroutines share one model: each gets the result that it gets alone, or an error."""
+"""Concurrent coroutines share one model: each gets the result of a single run, or an error."""
 
 import asyncio
 import os
@@ -23,12 +23,13 @@ pytestmark = pytest.mark.slow
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-LIMIT_S = 120  # for what takes a moment: a busy machine is no failure, and a hang is one
+LIMIT_S = 120  # long enough for a busy machine, so that only a hang exceeds the limit
 
 
 @pytest.fixture
 def llm(model: Path) -> Iterator[LLM]:
-    # Without drafts each step is a token. A test changes weights, which a check would find.
+    # Without draft tokens each step yields one token. A test changes weights, which an integrity
+    # check would report.
     settings = {"dtype": "float64", "kv_cache_bytes": 4 << 20, "integrity_check": False}
     llm = LLM(str(model), **settings, max_drafts=0)
     yield llm
@@ -38,7 +39,7 @@ def llm(model: Path) -> Iterator[LLM]:
 
 @asynccontextmanager
 async def serving(llm: LLM) -> AsyncIterator[AsyncLLM]:
-    """An engine that is closed afterwards, and then has neither requests nor a thread."""
+    """An engine that is closed afterwards; checks that no request and no thread is left."""
     engine = AsyncLLM(llm)
     try:
         yield engine
@@ -47,7 +48,7 @@ async def serving(llm: LLM) -> AsyncIterator[AsyncLLM]:
     assert not engine._thread.is_alive() and not len(engine._loop)
 
 
-# Many at once.
+# Many requests at once.
 
 
 def check_counts(counts: Counts, n: int) -> None:
@@ -56,13 +57,13 @@ def check_counts(counts: Counts, n: int) -> None:
     assert n / 10 < counts.cancelled < n / 3 and counts.preempted > 0
 
 
-def test_a_crowd_gets_what_each_gets_alone(model):
+def test_concurrent_requests_match_single_runs(model):
     llm = LLM(str(model), dtype="float64", kv_cache_bytes=100_000, block_size=4)
     check_counts(soaked(llm, 100), 100)
     llm.close()
 
 
-def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model):
+def test_concurrent_requests_on_two_ranks_match_single_runs(model):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     program = str(ROOT / "tests" / "support" / "llm_program.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -72,7 +73,7 @@ def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model):
     check_counts(msgspec.json.decode(lines["0"], type=Counts), 60)
 
 
-# One.
+# Single requests.
 
 
 async def test_progress_adds_up_to_the_completion(llm):
@@ -86,7 +87,7 @@ async def test_progress_adds_up_to_the_completion(llm):
         assert [end for end in ends if end] == [ends[-1]]
 
 
-async def test_completions_come_in_order_with_their_choices(llm):
+async def test_generate_returns_same_completions_as_llm(llm):
     params = SamplingParams(max_tokens=8, temperature=1.5, seed=1, n=3)
     prompts = ["Hello", [5, 6, 7], [{"role": "user", "content": "Good day"}]]
     alone = llm.generate(prompts, params)
@@ -95,25 +96,24 @@ async def test_completions_come_in_order_with_their_choices(llm):
 
 
 async def test_requests_without_a_seed_draw_differently(llm):
-    """Each is another line of the same run."""
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
     async with serving(llm) as engine:
         one, other = await engine.generate(["Hello", "Hello"], params)
         assert one.tokens != other.tokens
 
 
-async def test_an_answer_that_is_cancelled_tells_of_its_end(llm):
+async def test_cancelled_request_ends_with_finish_reason_cancelled(llm):
     async with serving(llm) as engine:
         answer = await engine.submit("Hello", LONG)
         answer.cancel()
         answer.cancel()
         (completion,) = await answer.completions()
         assert completion.finish_reason == "cancelled" and len(completion.tokens) < 400
-        answer.cancel()  # it has ended: nothing happens
+        answer.cancel()  # no effect after the end
         assert await answer.completions() == []
 
 
-async def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm):
+async def test_cancelling_a_reader_task_cancels_its_request(llm):
     slow_down(llm)
     async with serving(llm) as engine:
         answer = await engine.submit("Hello", LONG)
@@ -127,7 +127,7 @@ async def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm):
         assert engine.statistics().times.n_steps < 390
 
 
-async def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm):
+async def test_cancelled_or_failed_generate_cancels_all_its_requests(llm):
     slow_down(llm)
     async with serving(llm) as engine:
         task = asyncio.create_task(engine.generate(["Hello", "you"], LONG))
@@ -143,7 +143,7 @@ async def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(ll
         assert engine.statistics().times.n_steps < 390
 
 
-async def test_a_late_answer_ends_with_what_it_has(llm):
+async def test_timed_out_request_returns_tokens_so_far(llm):
     slow_down(llm)
     async with serving(llm) as engine:
         over = await engine.submit("Hello", LONG, timeout_s=0)
@@ -154,7 +154,7 @@ async def test_a_late_answer_ends_with_what_it_has(llm):
         assert not ends[0].tokens and 0 < len(ends[1].tokens) < 400
 
 
-async def test_the_time_in_which_a_prompt_becomes_tokens_counts(llm, monkeypatch):
+async def test_timeout_includes_tokenisation_of_prompt(llm, monkeypatch):
     original = llm.input_processor.request
 
     def request(*args: object, **settings: object) -> object:
@@ -169,7 +169,7 @@ async def test_the_time_in_which_a_prompt_becomes_tokens_counts(llm, monkeypatch
 
 
 def slow_down(llm: LLM) -> None:
-    """Steps of 20 ms at least, so that 400 of them take longer than whoever ends them before."""
+    """Makes each step take at least 20 ms, so that tests can end requests of 400 tokens early."""
     original = llm.engine.step
 
     def step() -> object:
@@ -182,7 +182,7 @@ def slow_down(llm: LLM) -> None:
 # The event loop and the thread.
 
 
-async def test_prompts_become_tokens_outside_the_event_loop(llm, monkeypatch):
+async def test_prompts_are_tokenised_outside_the_event_loop(llm, monkeypatch):
     seen = []
     original = llm.input_processor.request
     monkeypatch.setattr(
@@ -195,15 +195,15 @@ async def test_prompts_become_tokens_outside_the_event_loop(llm, monkeypatch):
     assert len(set(seen)) == 1 and threading.get_ident() not in seen
 
 
-async def test_an_engine_without_requests_does_nothing(llm):
-    """It waits without a step, also after a late cancellation."""
+async def test_idle_engine_runs_no_steps_and_does_not_spin(llm):
+    """Also after a request was cancelled at the moment of its end."""
     async with serving(llm) as engine:
         await engine.generate(["Hello"], PARAMS)
         answer = await engine.submit("Hello", PARAMS)
         reading = aiter(answer)
         while (await anext(reading)).completion is None:
             pass
-        answer._n_open = 1  # as if its cancellation and its end had crossed
+        answer._n_open = 1  # as if the end of the request and its cancellation had crossed
         answer.cancel()
         answer._n_open = 0
         while not llm.engine.idle:
@@ -214,7 +214,7 @@ async def test_an_engine_without_requests_does_nothing(llm):
         assert time.process_time() - used_s < 0.1
 
 
-async def test_statistics_are_those_of_the_moment(llm):
+async def test_statistics_are_snapshots_of_engine_load(llm):
     async with serving(llm) as engine:
         before = engine.statistics()
         (n_blocks,) = llm.engine.capacity.n_blocks
@@ -229,8 +229,8 @@ async def test_statistics_are_those_of_the_moment(llm):
         assert engine.statistics().n_prefix_tokens == after.n_prefix_tokens + 32
 
 
-async def test_closing_ends_what_is_running(llm):
-    """All requests get the error, whether running or just submitted; the LLM stays usable."""
+async def test_close_cancels_running_and_submitted_requests(llm):
+    """The LLM stays usable after the engine is closed."""
     before = llm.generate(["Hello"], PARAMS)
     slow_down(llm)
     engine = AsyncLLM(llm)
@@ -247,19 +247,19 @@ async def test_closing_ends_what_is_running(llm):
     assert llm.generate(["Hello"], PARAMS) == before
 
 
-async def test_who_submits_while_it_closes_is_refused(llm):
-    """The message of a prompt that was still being tokenised came behind the last one."""
+async def test_submit_during_close_is_refused(llm):
+    """Regression: a prompt that was still being tokenised was queued after the closing message."""
     engine = AsyncLLM(llm)
     task = asyncio.create_task(engine.submit("Hello", PARAMS))
-    await asyncio.sleep(0)  # it is at the tokenizer's now
+    await asyncio.sleep(0)  # the prompt is being tokenised now
     closing = asyncio.create_task(engine.close())
     with pytest.raises(RuntimeError, match="closed"):
         await asyncio.wait_for(task, LIMIT_S)
     await asyncio.wait_for(closing, LIMIT_S)
 
 
-def test_a_loop_that_ends_early_ends_the_thread(llm):
-    """If the event loop ends without `close`, the model runs for at most two more steps."""
+def test_engine_thread_ends_if_event_loop_ends_without_close(llm):
+    """The engine stops before the 400 tokens are complete, and the LLM stays usable."""
     before = llm.generate(["Hello"], PARAMS)
     slow_down(llm)
 
@@ -278,7 +278,7 @@ def test_a_loop_that_ends_early_ends_the_thread(llm):
 # Errors.
 
 
-async def test_what_cannot_be_done_is_refused_at_once(llm):
+async def test_invalid_prompts_and_grammars_are_refused_on_submit(llm):
     async with serving(llm) as engine:
         for prompt, params in (("", PARAMS), ([999], PARAMS), ([5] * 600, PARAMS)):
             with pytest.raises(UsageError):
@@ -288,7 +288,7 @@ async def test_what_cannot_be_done_is_refused_at_once(llm):
         assert len(await engine.generate(["Hello"], PARAMS)) == 1
 
 
-async def test_what_the_engine_refuses_reaches_who_asked(llm, monkeypatch):
+async def test_engine_refusal_fails_only_the_refused_request(llm, monkeypatch):
     async with serving(llm) as engine:
         original = llm.engine.submit
 
@@ -304,7 +304,7 @@ async def test_what_the_engine_refuses_reaches_who_asked(llm, monkeypatch):
         assert len(await right.completions()) == 1
 
 
-async def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm):
+async def test_nan_fails_all_running_requests_but_not_the_next(llm):
     (before,) = llm.generate(["Hello"], PARAMS)
     weight = llm.engine.runner.model.norm.weight.values
     kept = weight.clone()
@@ -320,8 +320,7 @@ async def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm):
         assert after.tokens == before.tokens
 
 
-async def test_an_error_of_the_engine_reaches_everyone_who_waits(llm, monkeypatch):
-    """Running, just submitted and later requests fail; none hangs."""
+async def test_engine_error_fails_running_submitted_and_later_requests(llm, monkeypatch):
     slow_down(llm)
     engine = AsyncLLM(llm)
     answers = [await engine.submit("Hello", LONG) for _ in range(3)]
@@ -335,10 +334,10 @@ async def test_an_error_of_the_engine_reaches_everyone_who_waits(llm, monkeypatc
 
     broken = threading.Event()
     monkeypatch.setattr(llm.engine.runner, "step", fail)
-    while not broken.is_set():  # the event loop stands still: this comes when all is over
+    while not broken.is_set():  # blocks the event loop, which sees the error only afterwards
         time.sleep(0.001)
     engine._thread.join(LIMIT_S)
-    # What `submit` puts into the queue in the moment in which the engine ends.
+    # A request that `submit` puts into the queue while the engine ends.
     engine._client.queue.put(late := RequestHandle(answers[0].request, engine._client.queue))
     tasks.append(asyncio.create_task(late.completions()))
     ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)

@@ -26,7 +26,7 @@ from parallel_llama.plan import make_plan
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-# In the order in which a reader meets them: a command may need what an earlier one has written.
+# In reading order, because a command may need files that an earlier command has written.
 NAMES = [
     "start", "plan", "models", "serving", "library", "resharding", "speed", "doctor", "operations",
 ]  # fmt: skip
@@ -46,12 +46,12 @@ def without_comment(line: str) -> str:
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = list(dict.fromkeys(text for language, text in BLOCKS if language == "python"))
 PRINTED = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
-# Each once, however many pages print it.
+# Each command once, even if several pages print it.
 COMMANDS = list({without_comment(line): line for line in PRINTED if line.strip()}.values())
 SERVE = "parallel-llama serve --nproc 2"
 PORT = 8000
-# Not run: the suite and the build of these pages, and comparisons that take minutes and need vLLM
-# and llama.cpp: there, only the flags are checked.
+# Not run: the test suite, the build of these pages, and comparisons, which take minutes and need
+# vLLM and llama.cpp. Only the flags of comparisons are checked.
 SCRIPTS, COMPARE = ("bash launch/test.sh", "bash launch/docs.sh"), "python -m launch.bench.compare"
 QUICKSTART, GPU = "bash launch/quickstart.sh", "python -m launch.bench.gpu"
 APART = (*SCRIPTS, COMPARE, QUICKSTART, GPU, SERVE, "curl ")
@@ -59,13 +59,13 @@ RUN = [command for command in COMMANDS if not command.startswith(APART)]
 
 
 def command(start: str) -> str:
-    """The first command that begins so."""
+    """The first command that begins with `start`."""
     return next(each for each in COMMANDS if each.startswith(start))
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git has of the working tree, and the file that a page has its reader write."""
+    """A copy of the files that git does not ignore, and the example.py that a page prints."""
     clone = tmp_path_factory.mktemp("clone")
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode()
@@ -78,7 +78,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(clone: Path) -> dict[str, str]:
-    """As after `source .venv/bin/activate`, with the package that is in the clone."""
+    """The environment after `source .venv/bin/activate`, with the package of the clone."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     ours = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return ours | {"PATH": path, "PYTHONPATH": str(clone)}
@@ -99,7 +99,7 @@ def run(command: str, clone: Path, code: int = 0) -> "subprocess.CompletedProces
 
 
 def served(clone: Path) -> Served:
-    """The printed server; its port is another one only where another program has that one."""
+    """The printed server, on another port only if the printed port is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         is_free = probe.connect_ex(("127.0.0.1", PORT)) != 0
@@ -107,7 +107,7 @@ def served(clone: Path) -> Served:
     return Served(command=argv, cwd=clone, env=environment(clone))
 
 
-def test_every_block_is_run_or_known():
+def test_every_code_block_is_run_or_a_known_exception():
     assert len(PYTHON) == 5 and len(COMMANDS) >= 26
     apart = [each for each in COMMANDS if each.startswith(APART)]
     assert len(apart) <= len(SCRIPTS) + 4 + 1 + 1 + 1 + 1
@@ -118,7 +118,7 @@ def test_every_block_is_run_or_known():
 
 
 def spoken() -> str:
-    """The string literals of the source without docstrings and the values of f-strings."""
+    """The string literals of the source, without docstrings and without values in f-strings."""
     texts = (
         node.value
         for path in (ROOT / "parallel_llama").rglob("*.py")
@@ -130,7 +130,7 @@ def spoken() -> str:
     return "\0".join(texts)
 
 
-def test_every_message_that_operations_explains_is_one_that_is_given():
+def test_messages_in_operations_page_exist_in_source():
     messages = re.findall(r"^### `(.+)`$", (ROOT / "docs/operations.md").read_text(), re.M)
     assert len(messages) > 40 and len(set(messages)) == len(messages)
     said = spoken()
@@ -144,7 +144,7 @@ def test_readme_is_short():
 
 
 def test_the_quickstart_prints_what_the_pages_show(clone):
-    """All but the installation, whose environment is this one."""
+    """The script skips the installation, because it finds this environment in `.venv`."""
     (clone / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
         if entry.name != "stamp":
@@ -176,15 +176,15 @@ def test_a_plan_prints_what_the_page_shows(clone, printed, first):
 
 
 @pytest.mark.parametrize("printed", RUN)
-def test_a_command(clone, printed):
-    """A later one may need the files of an earlier one, as for a reader of the pages."""
+def test_printed_command_succeeds(clone, printed):
+    """Commands run in reading order, because one may need files that an earlier one has written."""
     done = run(printed, clone)
     assert done.stdout or any(each in printed for each in ("--output", " > ", " chat "))
-    if printed.endswith("example.py"):  # its text came once from each rank
+    if printed.endswith("example.py"):  # regression: every rank printed the text
         assert done.stdout.count(" seed ") == 1
 
 
-def test_the_server_answers_until_it_is_told_to_end(clone):
+def test_server_answers_curl_and_client_and_stops_cleanly(clone):
     with served(clone) as server:
         asked = command("curl ").replace(f"http://127.0.0.1:{PORT}", server.url)
         assert json.loads(run(asked, clone).stdout)["choices"]
@@ -194,30 +194,30 @@ def test_the_server_answers_until_it_is_told_to_end(clone):
 
 
 def python(text: str, clone: Path) -> str:
-    """What a block prints as a program."""
+    """The output of a Python block that runs as a program."""
     (clone / "block.py").write_text(text)
     return run("python block.py", clone).stdout
 
 
 @pytest.mark.parametrize("text", [text for text in PYTHON if f":{PORT}" not in text])
-def test_a_python_block(clone, text):
+def test_python_block_prints_output(clone, text):
     assert python(text, clone).strip()
 
 
 @pytest.mark.parametrize("printed", [each for each in COMMANDS if each.startswith(COMPARE)])
-def test_the_flags_of_a_comparison_are_known(printed):
+def test_flags_of_compare_command_are_valid(printed):
     compare._parser().parse_args(shlex.split(printed.removeprefix(COMPARE)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take 8 minutes")
-def test_the_benchmark_of_a_gpu_says_what_to_do_without_one(clone):
-    """That its steps run is in tests/launch/test_gpu.py."""
+def test_gpu_benchmark_without_gpu_suggests_dry_run(clone):
+    """The steps of the benchmark are tested in tests/launch/test_gpu.py."""
     assert "--dry-run for a rehearsal" in run(command(GPU), clone, code=2).stderr
 
 
 TABLE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|(?:.*\| ([0-9, -]+) \|)?", re.M)
 
-# The families without a shape in configs/models. The table has no numbers for them.
+# The families without a shape in configs/models, for which the table has no numbers of ranks.
 WITHOUT_SHAPES = {
     "arcee",
     "chatglm",
@@ -239,7 +239,7 @@ WITHOUT_SHAPES = {
 }
 
 
-def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has():
+def test_model_table_lists_rank_counts_with_balanced_plans():
     rows = [row for row in TABLE.findall((ROOT / "docs/models.md").read_text()) if row[2]]
     families = set()
     for _, name, numbers_given in rows:
@@ -255,8 +255,8 @@ def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has():
 
 
 @pytest.mark.skipif(not all(map(find_spec, ("sphinx", "furo", "myst_parser"))), reason="no sphinx")
-def test_the_documentation_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path):
-    """As launch/docs.sh builds it; the anchors of its pages are looked up in what was built."""
+def test_docs_build_without_warnings_and_links_resolve(tmp_path):
+    """Builds as launch/docs.sh does, and looks up local links and anchors in the built pages."""
     built = tmp_path / "docs"
     flags = ["--fail-on-warning", "--keep-going", "--quiet"]
     command = [sys.executable, "-m", "sphinx", *flags, str(ROOT / "docs"), str(built)]

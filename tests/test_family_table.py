@@ -16,26 +16,26 @@ WRITER = runpy.run_path(str(ROOT / "docs" / "families.py"))
 SIZES = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 64}
 
 
-def test_the_table_of_families_is_that_of_the_records():
+def test_family_table_matches_family_records():
     _, table, _ = WRITER["parts"](WRITER["PAGE"].read_text())
     assert table == WRITER["as_markdown"](), "run: python docs/families.py"
 
 
 def names_in(page: str) -> list[str]:
-    """The first column of the last table with shapes of configs/models; each family once."""
+    """The first column of the table of shapes in configs/models, each family once."""
     table = page.partition("| models | for example |")[2].partition("\n\n")[0]
     names = re.findall(r"^\| ([^|]+?) \|", table, re.M)
     return list(dict.fromkeys(name.removesuffix(", new architecture") for name in names))
 
 
 def test_the_pages_list_every_family_by_the_name_of_its_record():
-    """README named families that docs/models.md had under other names."""
+    """Regression: README and docs/models.md used different names for a family."""
     expected = [family.models for family in FAMILIES.values()]
     assert names_in((ROOT / "README.md").read_text()) == expected
     assert names_in((ROOT / "docs/models.md").read_text()) == expected
 
 
-def test_a_published_params_json_describes_the_families_whose_records_say_so():
+def test_families_read_from_params_json_match_family_records():
     mistral = {**SIZES, "hidden_dim": 64, "norm_eps": 1e-5}
     experts = {"moe": {"num_experts": 4, "num_experts_per_tok": 2}}
     read = {args_from_params(SIZES).family: "meta"} | {
@@ -47,7 +47,7 @@ def test_a_published_params_json_describes_the_families_whose_records_say_so():
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.json"))
 )
-def test_decode_steps_of_a_published_shape_run_as_the_table_says(name):
+def test_published_shape_decodes_as_family_table_says(name):
     """The table is made from small models with the defaults of config.json."""
     args = load_model_args(find_model(name))
     usual = WRITER["usual_args"](FAMILIES[args.family])

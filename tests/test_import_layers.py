@@ -1,4 +1,4 @@
-"""Rules of the source that no other test would notice being broken.
+"""Rules of the source whose violation no other test would detect.
 
 Each rule is a function from a module's syntax tree to its violations, and is tested on a small
 source that violates it.
@@ -100,7 +100,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def starts(tree: ast.AST) -> Iterator[tuple[str, ast.Constant]]:
-    """Every string that is the name of a module, which another process is started with."""
+    """Every string that names a module, because a process may be started with that module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in modules():
             yield str(node.value), node
@@ -228,7 +228,7 @@ def listens_on_no_wildcard(_module: str, tree: ast.AST) -> Iterator[str]:
 
 Rule = Callable[[str, ast.AST], Iterator[str]]
 
-# Each rule with sources that break it: (module that it stands in, source).
+# Each rule with sources that break it: (rule, module that contains the source, source).
 BROKEN: list[tuple[Rule, str, str]] = [
     (imports_only_from_lower_floors, "plan", "import parallel_llama.request"),
     (imports_only_from_lower_floors, "config", "from parallel_llama import plan"),
@@ -294,11 +294,11 @@ def test_every_module_keeps_the_rule(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(("rule", "module", "source"), BROKEN)
-def test_the_rule_can_fail(rule: Rule, module: str, source: str) -> None:
+def test_rule_reports_violation(rule: Rule, module: str, source: str) -> None:
     assert list(rule(f"parallel_llama.{module}", ast.parse(source)))
 
 
-def test_every_module_stands_on_a_floor():
+def test_every_module_has_a_floor():
     rooms = {room(module) for module in modules()} - {"__init__"}
     assert rooms <= FLOOR.keys(), f"without a floor: {rooms - FLOOR.keys()}"
 
@@ -308,7 +308,7 @@ def circles(trees: Mapping[str, ast.AST]) -> list[str]:
     needs: dict[str, set[str]] = {}
     for module, tree in trees.items():
         names = {name for name, _ in imports(tree)} & trees.keys()
-        # `from package import module` is after the module, not after what the package shows.
+        # `from package import module` depends on the module, not on the package's `__init__`.
         packages = {name.rpartition(".")[0] for name in names if "." in name}
         needs[module] = names - packages
     try:
@@ -324,12 +324,12 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not circles(trees)
 
 
-def test_a_circle_is_found():
+def test_import_circle_is_found():
     sources = {"a": "import b", "b": "from c import x", "c": "def f():\n    from a import y"}
     assert circles({name: ast.parse(source) for name, source in sources.items()})
 
 
-def test_support_of_tests_does_not_import_launch():
+def test_tests_support_does_not_import_launch():
     """`launch` imports tests/support for its rehearsals, so the reverse would be a circle."""
     sources = (ROOT / "tests/support").glob("*.py")
     names = {name for path in sources for name, _ in imports(ast.parse(path.read_text()))}
@@ -365,7 +365,7 @@ def test_a_tracked_file_that_is_ignored_is_found(tmp_path):
 
 
 def test_the_low_floors_load_without_torch():
-    """Neither directly nor through a library, because torch delays every command."""
+    """Neither directly nor through a library, because importing torch delays every command."""
     names = [name for name in modules() if is_torch_free(name)]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     done = subprocess.run(
@@ -398,8 +398,8 @@ def test_every_path_in_the_design_tree_exists():
     assert not missing, f"docs/design.md names {missing}"
 
 
-def test_the_design_tree_lists_the_floors_from_below():
-    """docs/design.md says so, but `input_processor` was listed above its imports."""
+def test_design_tree_lists_floors_bottom_up():
+    """Regression: docs/design.md listed `input_processor` before the modules that it imports."""
     paths = [path.removeprefix("parallel_llama/") for path in design_tree()]
     floors = [
         FLOOR[name] for path in paths if (name := path.strip("/").removesuffix(".py")) in FLOOR
@@ -408,7 +408,7 @@ def test_the_design_tree_lists_the_floors_from_below():
 
 
 def test_every_module_is_in_the_design_tree():
-    """A folder that is listed without its files stands for all of them."""
+    """A folder that is listed without its files stands for all files of the folder."""
     listed = set(design_tree())
     rooms = {path.relative_to(ROOT).parts[:2] for path, _ in modules().values()} - {
         ("parallel_llama", "__init__.py")

@@ -56,7 +56,7 @@ CACHE_BYTES = 4 << 20
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    # Tests change weights, which an integrity check would find.
+    # Tests change weights, which an integrity check would report.
     settings = {"dtype": "float64", "kv_cache_bytes": CACHE_BYTES, "integrity_check": False}
     llm = LLM(str(model), **settings)
     yield llm
@@ -70,8 +70,8 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
     assert llm.engine.pools[0].n_used == 0 and not len(llm._loop)
 
 
-def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(model, llm):
-    """The script has errors, leaves streams early and lets one wait: no rank hangs or ends."""
+def test_script_under_torchrun_continues_on_rank_0_only(model, llm):
+    """The script causes errors, closes a stream early and suspends another; no rank hangs."""
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=3")
     program = str(Path(SUPPORT) / "llm_program.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -83,9 +83,9 @@ def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(model, llm):
     assert [(c.text, c.tokens) for c in completions] == [(c.text, c.tokens) for c in alone]
 
 
-# What a start loads.
+# Imports and memory of a start.
 
-# Each takes longer to load than a small model, or brings packages along that do.
+# Each takes longer to import than a small model takes to load, or imports packages that do.
 UNWANTED = {
     *("gguf", "mistral_common", "pydantic", "requests", "huggingface_hub", "transformers"),
     *("torch._dynamo", "torch._inductor", "sympy", "scipy", "onnx", "triton"),
@@ -93,7 +93,7 @@ UNWANTED = {
 }
 
 
-def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model):
+def test_start_imports_no_slow_packages_and_uses_planned_memory(model):
     program = """if True:
         import gc, sys
         import parallel_llama
@@ -110,13 +110,13 @@ def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model):
     assert done.returncode == 0, done.stderr
     modules, _, status = done.stdout.partition("\n")
     assert UNWANTED.isdisjoint(modules.split())
-    # A tiny model holds next to nothing beside what `plan` says of every process.
+    # A tiny model adds almost nothing to the memory that `plan` assumes for every process.
     if "+cpu" in torch.__version__ and (held := re.search(r"VmRSS:\s+(\d+) kB", status)):
         assert 0.6 < int(held[1]) * 1024 / PROCESS_BYTES < 1.1
 
 
-def test_the_tokenizer_is_loaded_beside_the_weights(model, monkeypatch):
-    """It came after them, when another core had nothing to do."""
+def test_tokenizer_is_loaded_without_waiting_for_weights(model, monkeypatch):
+    """Regression: the tokenizer was loaded after the weights, although another core was idle."""
     loaded, load = threading.Event(), ModelRunner.load
 
     def load_tokenizer_here(path: Path) -> Tokenizer:
@@ -134,18 +134,18 @@ def test_the_tokenizer_is_loaded_beside_the_weights(model, monkeypatch):
     LLM(str(model), kv_cache_bytes=CACHE_BYTES).close()
 
 
-# Ranks of its own.
+# Ranks that an LLM starts.
 
 
 def local_ranks() -> list[psutil.Process]:
-    """The ranks that this process has started; it has others that run tokenizers."""
+    """The rank processes that this process has started, without its tokenizer processes."""
     children = psutil.Process().children()
     return [each for each in children if "parallel_llama.engine.ranks" in each.cmdline()]
 
 
 @pytest.mark.parametrize(("name", "tp_size"), [("tensor_parallel_size", 2), ("tp_size", 5)])
 def test_an_llm_starts_its_other_ranks_and_ends_them(model, llm, name, tp_size):
-    """Also under vLLM's name for their number."""
+    """Also with vLLM's name for the number of ranks."""
     alone = llm.generate(["Hello", [5, 6, 7]], PARAMS)
     n_threads, environment = torch.get_num_threads(), dict(os.environ)
     with LLM(str(model), dtype="float64", **{name: tp_size}) as many:
@@ -209,15 +209,15 @@ def test_an_impossible_number_of_ranks_is_refused(model, tp_size, says):
     assert local_ranks() == []
 
 
-def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(model, monkeypatch):
+def test_tp_size_that_differs_from_torchrun_is_refused(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UsageError, match="tp_size=2 and there are 1 ranks"):
         LLM(str(model), tp_size=2)
 
 
-def test_two_ranks_share_no_gpu_and_say_so(model, llm, monkeypatch, caplog):
-    """They died in set_device on a host with one GPU, for example in the quickstart."""
+def test_two_ranks_on_one_gpu_are_refused_or_run_on_cpu(model, llm, monkeypatch, caplog):
+    """Regression: ranks died in set_device on a host with one GPU, as in the quickstart."""
     monkeypatch.setattr("parallel_llama.engine.setup.visible_gpus", lambda: 1)
     with pytest.raises(UsageError, match=r"2 ranks on this host and 1 GPU, .* at most 1 on"):
         LLM(str(model), tp_size=2, device="cuda")
@@ -231,7 +231,7 @@ def test_two_ranks_share_no_gpu_and_say_so(model, llm, monkeypatch, caplog):
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_memory_of_a_gpu_that_nobody_checks_is_not_said_to_be_checked(model, monkeypatch):
+def test_integrity_check_on_gpu_is_refused(model, monkeypatch):
     monkeypatch.setattr("parallel_llama.engine.setup.visible_gpus", lambda: 1)
     with pytest.raises(UsageError, match="the integrity check is only for memory of the CPU"):
         LLM(str(model), device="cuda", integrity_check=True)
@@ -247,12 +247,12 @@ def test_memory_of_a_gpu_that_nobody_checks_is_not_said_to_be_checked(model, mon
         ({"slice_of": (0, 2)}, False),
     ],
 )
-def test_memory_is_checked_by_default_with_exact_sums(model, settings, is_checked):
+def test_integrity_check_is_on_by_default_with_exact_sums(model, settings, is_checked):
     assert ModelSetup(LLMConfig(str(model), **settings)).integrity_check == is_checked
 
 
-def test_a_model_that_a_gpu_has_no_room_for_is_refused_before_a_byte_is_read(model, monkeypatch):
-    """The model was read until the GPU was full."""
+def test_model_too_large_for_gpu_is_refused_before_reading(model, monkeypatch):
+    """Regression: weights were read until the GPU was full."""
     n_read: list[int] = []
     for name, gives in (
         ("setup.visible_gpus", 1),
@@ -265,7 +265,7 @@ def test_a_model_that_a_gpu_has_no_room_for_is_refused_before_a_byte_is_read(mod
     assert n_read == []
 
 
-def test_a_model_says_what_it_has_taken_of_each_gpu(model, monkeypatch):
+def test_statistics_and_rank_facts_report_gpu_memory(model, monkeypatch):
     with LLM(str(model), dtype="float64") as on_cpu:
         assert on_cpu.statistics.cuda_bytes == ()
     monkeypatch.setattr("parallel_llama.engine.ranks.peak_cuda_bytes", lambda _: 9 << 30)
@@ -276,7 +276,7 @@ def test_a_model_says_what_it_has_taken_of_each_gpu(model, monkeypatch):
         )
 
 
-def test_where_the_time_of_steps_goes_is_counted(model):
+def test_step_times_are_counted_by_phase(model):
     with LLM(str(model), dtype="float64") as own:
         began = time.perf_counter()
         own.generate("Hello", PARAMS)
@@ -287,8 +287,8 @@ def test_where_the_time_of_steps_goes_is_counted(model):
         assert sum(phases) + times.messages_s + times.schedule_s <= elapsed_s
 
 
-def test_numbers_that_are_none_for_a_lost_rank_are_told_as_its_loss(model, monkeypatch):
-    """The results of a GPU after an aborted collective looked like a broken model."""
+def test_nan_after_losing_a_rank_is_reported_as_lost_rank(model, monkeypatch):
+    """Regression: NaN on a GPU after an aborted collective was reported as a broken model."""
 
     def tell(_: Solo) -> None:
         raise RankError("rank 1 is lost")
@@ -299,8 +299,8 @@ def test_numbers_that_are_none_for_a_lost_rank_are_told_as_its_loss(model, monke
             fail_once(own)
 
 
-def test_graphs_are_dropped_before_the_group_of_ranks_is_left(model, monkeypatch):
-    """NCCL waits for graphs that hold it, so closing would take forever."""
+def test_cuda_graphs_are_dropped_before_process_group_is_closed(model, monkeypatch):
+    """NCCL waits for graphs that use a communicator, so closing the group first would hang."""
     dropped: list[str] = []
     with LLM(str(model), dtype="float64"):
         monkeypatch.setattr(ModelRunner, "close", lambda _: dropped.append("graphs"))
@@ -308,8 +308,8 @@ def test_graphs_are_dropped_before_the_group_of_ranks_is_left(model, monkeypatch
     assert dropped == ["graphs", "group"]
 
 
-def test_ranks_of_two_devices_do_not_meet(model):
-    """With auto each rank decides for itself, and one rank may see no GPU."""
+def test_ranks_on_different_devices_are_refused(model):
+    """With device auto each rank chooses a device for itself, and one rank may see no GPU."""
     infos = []
     for rank, kind in enumerate(("cuda", "cpu")):
         setup = ModelSetup(LLMConfig(str(model)))
@@ -351,7 +351,7 @@ def test_sequence_beyond_the_window_is_scored_with_attention_sinks(model):
         assert [each.logprob for each in completion.prompt_logprobs[1:]] == scores
 
 
-def test_sums_are_exact_by_default_only_where_all_ranks_are_on_one_host(model, monkeypatch):
+def test_sums_are_exact_by_default_only_on_a_single_host(model, monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for address, is_exact in {"127.0.0.1": True, "host0": False}.items():
@@ -362,7 +362,7 @@ def test_sums_are_exact_by_default_only_where_all_ranks_are_on_one_host(model, m
 
 
 def test_every_thread_that_touches_the_model_uses_its_device(model, monkeypatch):
-    """A thread begins with GPU 0, whichever GPU is this rank's."""
+    """A new thread uses GPU 0, whichever GPU the rank has."""
     users, readers = set(), set()
     for name in ("llm", "engine.ranks", "engine.model_runner", "parallel.communicators"):
         monkeypatch.setattr(
@@ -372,7 +372,7 @@ def test_every_thread_that_touches_the_model_uses_its_device(model, monkeypatch)
         str(model), dtype="float64", on_bytes=lambda _: readers.add(threading.get_ident())
     ) as own:
         assert readers and threading.get_ident() not in readers
-        assert users > readers | {threading.get_ident()}  # and who compiles
+        assert users > readers | {threading.get_ident()}  # and the threads that compile
         for work in (own.machine, lambda: own.score([TOKENS]), lambda: own.generate("Hi", PARAMS)):
             users.clear()
             thread = threading.Thread(target=work)
@@ -381,8 +381,8 @@ def test_every_thread_that_touches_the_model_uses_its_device(model, monkeypatch)
             assert users == {thread.ident}
 
 
-def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(model, monkeypatch):
-    """Its own process says what is wrong with it, and rank 0 saw only that it had gone."""
+def test_error_of_started_rank_is_raised_on_rank_0(model, monkeypatch):
+    """Regression: only the failed rank reported why; rank 0 reported that the rank had exited."""
     monkeypatch.setattr("parallel_llama.engine.ranks.fingerprint", lambda _: {"weights": "other"})
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks differ"):
@@ -391,8 +391,8 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(model, monk
     assert local_ranks() == []
 
 
-def test_a_rank_that_dies_is_named_and_closing_is_quiet(model):
-    """`close` raised, and the ranks that were left stayed."""
+def test_killed_rank_is_named_and_close_does_not_raise(model):
+    """Regression: `close` raised, and the remaining ranks kept running."""
     llm = LLM(str(model), tp_size=3, timeout_s=200, start_timeout_s=200)
     ranks = local_ranks()
     ranks[0].kill()
@@ -403,7 +403,7 @@ def test_a_rank_that_dies_is_named_and_closing_is_quiet(model):
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 
-def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model):
+def test_ranks_end_if_program_exits_without_close_or_is_killed(model):
     program = """if True:
         import os, sys
         from parallel_llama import LLM
@@ -426,7 +426,7 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model):
 
 
 def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model):
-    """Half a collective was the end of the group: a notebook had to load the model again."""
+    """Regression: an interrupted collective broke the group, and the model had to be reloaded."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with LLM(str(model), dtype="float64", tp_size=2) as llm:
@@ -434,7 +434,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model):
             runner = llm.engine.runner
             step = runner.step
 
-            # Not in an all-reduce: a recorded step does those without Python.
+            # Not in an all-reduce, because a recorded step runs all-reduces without Python.
             def interrupted(*arguments: Any, **options: Any) -> Any:
                 runner.step = step
                 signal.raise_signal(signal.SIGINT)
@@ -458,7 +458,7 @@ def test_a_second_llm_of_several_ranks_is_refused_before_ranks_start(model):
         assert local_ranks() == before
 
 
-def test_a_closed_llm_says_so(model):
+def test_closed_llm_raises_usage_error(model):
     with LLM(str(model)) as llm:
         stream = llm.stream("Hello", PARAMS)
         next(stream)
@@ -475,11 +475,11 @@ def test_a_closed_llm_says_so(model):
     llm.engine.cancel(0)
 
 
-# What people give.
+# Prompts and sampling parameters.
 
 
 def test_one_prompt_alone_gets_one_completion(llm):
-    """A text was taken for a list of letters."""
+    """Regression: a string was taken for a list of one-letter prompts."""
     for prompt in ("Hi!", [5, 6, 7], {"prompt": "Hi!"}, {"prompt_token_ids": [5, 6, 7]}):
         (completion,) = llm.generate(prompt, PARAMS)
         again = prompt if not isinstance(prompt, dict) else next(iter(prompt.values()))
@@ -513,10 +513,8 @@ PLAIN = "<think>Hm.</think>Hi"
         ("", PLAIN, None, PLAIN),
     ],
 )
-def test_chat_returns_the_reasoning_apart_from_the_answer(
-    template, written, reasoning, text, llm, monkeypatch
-):
-    """The reasoning and the names of the channels were a part of the text, without the marks."""
+def test_chat_separates_reasoning_from_answer(template, written, reasoning, text, llm, monkeypatch):
+    """Regression: the text contained reasoning and channel names, without their markers."""
     asked: list[Request] = []
 
     def run(requests: list[Request]) -> Iterator[StepOutput]:
@@ -543,7 +541,7 @@ def test_chat_returns_the_reasoning_apart_from_the_answer(
 
 
 def test_requests_without_a_seed_are_drawn_anew_in_every_call(model, llm):
-    """Two calls gave the same text, and so did two programs."""
+    """Regression: two calls gave the same text, and so did two programs."""
     params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
     first, second = llm.generate(["Hello"] * 2, params), llm.generate(["Hello"] * 2, params)
     assert len({completion.tokens for completion in first + second}) == 4
@@ -557,7 +555,7 @@ def test_requests_without_a_seed_are_drawn_anew_in_every_call(model, llm):
         assert calls[0] == calls[1]
 
 
-def test_an_open_length_ends_with_the_context_or_the_cache(model, llm):
+def test_max_tokens_none_ends_at_context_or_cache_size(model, llm):
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     (completion,) = llm.generate([[5] * 500], params)
     assert len(completion.tokens) == llm.input_processor.max_seq_len - 500
@@ -570,7 +568,7 @@ def test_an_open_length_ends_with_the_context_or_the_cache(model, llm):
 
 
 def test_bad_words_are_never_completed(llm):
-    """Of one token, of several, and in any place; others are drawn as before."""
+    """Bad words of one and of several tokens; a bad word that does not occur changes nothing."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
     tokens = llm.generate("Hello", params)[0].tokens
     decode = llm.get_tokenizer().decode
@@ -584,7 +582,7 @@ def test_bad_words_are_never_completed(llm):
         assert all(word not in banned.text for word in ([words] if words is word else words))
 
 
-def test_tokens_are_drawn_from_the_allowed_ones_alone(llm):
+def test_only_allowed_token_ids_are_sampled(llm):
     params = SamplingParams(
         max_tokens=30, temperature=2.0, seed=1, ignore_eos=True, allowed_token_ids=[40, 41, 200]
     )
@@ -599,7 +597,7 @@ def test_tokens_are_drawn_from_the_allowed_ones_alone(llm):
         llm.generate("Hello", SamplingParams(allowed_token_ids=[211]))
 
 
-def test_the_stop_string_and_special_tokens_are_shown_where_they_are_wanted(llm):
+def test_stop_string_and_special_tokens_are_shown_on_request(llm):
     bias = dict.fromkeys(llm.get_tokenizer().encode("a", bos=False), 100.0)
     params = SamplingParams(max_tokens=5, logit_bias=bias, stop="aaa")
     assert llm.generate("Hello", params)[0].text == ""
@@ -615,15 +613,15 @@ def test_the_stop_string_and_special_tokens_are_shown_where_they_are_wanted(llm)
     assert llm.generate("Hello", replace(end, include_stop_str_in_output=True))[0].text == "<|end|>"
 
 
-def test_a_grammar_that_ends_before_min_tokens_says_so(llm, caplog):
+def test_grammar_end_before_min_tokens_is_logged(llm, caplog):
     params = SamplingParams(grammar=Grammar("regex", "[0-9]{3}"), min_tokens=10)
     (completion,) = llm.generate("Hello", params)
     assert len(completion.tokens) < 10
     assert "its grammar ends the completion after 3 tokens, before min_tokens=10" in caplog.text
 
 
-def test_an_llm_that_nobody_holds_has_given_its_memory_back(model):
-    """It waited for a collection of garbage, 2 GiB of cache a time."""
+def test_deleted_llm_is_freed_without_garbage_collection(model):
+    """Regression: each LLM kept a KV cache of 2 GiB until the next garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -636,7 +634,7 @@ def test_an_llm_that_nobody_holds_has_given_its_memory_back(model):
         gc.enable()
 
 
-# What others' programs and a prompt of Python read.
+# Attributes as in vLLM; repr, dir and help.
 
 
 def test_a_program_for_vllm_reads_prompts_and_outputs(llm):
@@ -659,20 +657,20 @@ def test_outputs_are_all_choices_of_a_request(llm):
     assert first.prompt is None and first.prompt_token_ids == tuple(TOKENS)
 
 
-def test_the_prompt_of_a_conversation_is_what_its_template_writes(llm):
+def test_prompt_of_chat_result_encodes_to_its_token_ids(llm):
     message = {"role": "user", "content": "Hello"}
     (answer,) = llm.chat([message], sampling_params=SamplingParams(max_tokens=2))
     encoded = llm.get_tokenizer().encode(answer.prompt, bos=False)
     assert tuple(encoded) == answer.prompt_token_ids and "Hello" in answer.prompt
 
 
-def test_two_names_of_the_settings_at_once_are_refused(llm):
+def test_params_and_sampling_params_together_are_refused(llm):
     params = SamplingParams(max_tokens=2)
     with pytest.raises(UsageError, match="params and sampling_params"):
         llm.generate("Hello", params, sampling_params=params)
 
 
-def test_reprs_say_what_was_given(model, llm):
+def test_reprs_show_settings_and_omit_unset_fields(model, llm):
     assert repr(SamplingParams(max_tokens=3, n=2)) == "SamplingParams(max_tokens=3, n=2)"
     assert repr(SamplingParams()) == "SamplingParams()"
     start = f"LLM({str(model)!r}, tp_size=1, dtype='float64', quant='none', device='cpu')"
@@ -683,12 +681,12 @@ def test_reprs_say_what_was_given(model, llm):
     assert "None" not in repr(completion) and "outputs" not in repr(completion)
 
 
-def test_the_package_lists_its_public_names_alone():
+def test_dir_of_package_lists_only_public_names():
     names = [name for name in dir(parallel_llama) if not name.startswith("__")]
     assert sorted(names) == sorted(parallel_llama.__all__)
 
 
-def test_help_names_every_setting_and_nothing_private():
+def test_help_lists_every_parameter_and_no_private_method():
     for public in (parallel_llama.LLM, SamplingParams):
         shown = pydoc.plain(pydoc.render_doc(public))
         parameters = list(inspect.signature(public).parameters)
@@ -716,7 +714,7 @@ def test_a_single_token_has_nothing_to_score(llm):
 
 @pytest.mark.parametrize("stride", [None, 100, 511])
 def test_a_text_beyond_the_context_is_scored_in_windows(llm, stride):
-    """Each token's score is that of the first window that holds it, to the last bit."""
+    """A token's score is bit-identical to its score in the first window that contains the token."""
     context, tokens = llm.input_processor.max_seq_len, [5 + at * at % 97 for at in range(1200)]
     seen: list[int] = []
     (ours,) = llm.score([tokens], stride, seen.append)
@@ -736,7 +734,7 @@ def test_a_stride_out_of_range_is_refused(llm, stride):
         llm.score([[5, 6]], stride)
 
 
-def test_a_score_while_a_stream_is_suspended_disturbs_neither(llm):
+def test_score_and_suspended_stream_do_not_affect_each_other(llm):
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     whole, scores = "".join(llm.stream("Hello", params)), llm.score([TOKENS * 8])
     pieces = llm.stream("Hello", params)
@@ -745,7 +743,7 @@ def test_a_score_while_a_stream_is_suspended_disturbs_neither(llm):
     assert begun + "".join(pieces) == whole
 
 
-def test_a_score_that_a_suspended_stream_leaves_no_room_for_is_refused(model):
+def test_score_that_does_not_fit_beside_suspended_stream_is_refused(model):
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     room = small.engine.capacity.n_tokens
     assert room < small.input_processor.max_seq_len
@@ -771,7 +769,7 @@ def test_a_stream_that_is_left_early_leaves_the_model_usable(llm):
     assert "".join(llm.stream("Hello", params)) == whole
 
 
-def test_streams_that_are_read_in_turns_are_what_each_is_alone(llm):
+def test_interleaved_streams_match_single_streams(llm):
     prompts = ["Hello", "Good day to you", "A", "of the"]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 30, 1, 17)]
     asked = list(zip(prompts, params, strict=True))
@@ -783,7 +781,7 @@ def test_streams_that_are_read_in_turns_are_what_each_is_alone(llm):
     assert together == alone
 
 
-def test_one_of_several_streams_can_be_left(llm):
+def test_closing_one_stream_does_not_affect_another(llm):
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     whole = "".join(llm.stream("Hello", params))
     left, read = llm.stream("Good day", params), llm.stream("Hello", params)
@@ -793,7 +791,7 @@ def test_one_of_several_streams_can_be_left(llm):
     assert begun + "".join(read) == whole
 
 
-def test_completions_while_a_stream_is_suspended_are_the_same(llm):
+def test_generate_and_suspended_stream_do_not_affect_each_other(llm):
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     whole, alone = "".join(llm.stream("Hello", params)), llm.generate(["A", [5, 6]], PARAMS)
     pieces = llm.stream("Hello", params)
@@ -803,7 +801,7 @@ def test_completions_while_a_stream_is_suspended_are_the_same(llm):
     assert begun + "".join(pieces) == whole
 
 
-def test_a_stream_is_one_text(llm):
+def test_stream_of_several_choices_is_refused(llm):
     with pytest.raises(UsageError, match="n=2"):
         next(llm.stream("Hello", SamplingParams(n=2)))
 
@@ -811,7 +809,7 @@ def test_a_stream_is_one_text(llm):
 # Completions.
 
 
-def test_choices_come_side_by_side_and_each_is_another(llm):
+def test_choices_are_adjacent_and_distinct(llm):
     params = SamplingParams(max_tokens=12, temperature=1.5, seed=5, n=3, ignore_eos=True)
     completions = llm.generate(["Hello", [5, 6]], params)
     assert [(each.index, each.choice) for each in completions] == [
@@ -822,7 +820,7 @@ def test_choices_come_side_by_side_and_each_is_another(llm):
     assert llm.generate(["Hello"], first)[0].tokens == completions[0].tokens
 
 
-def test_nothing_asked_is_nothing_done(llm):
+def test_empty_generate_and_score_return_empty_lists(llm):
     assert llm.generate([]) == [] and llm.score([]) == []
 
 
@@ -837,7 +835,7 @@ def test_a_prompt_and_its_answer_may_fill_the_context_exactly(llm):
 
 @pytest.mark.parametrize("block_size", [1, 64])
 @pytest.mark.parametrize("max_drafts", [0, 8])
-def test_blocks_and_guesses_change_nothing(model, llm, block_size, max_drafts):
+def test_block_size_and_draft_tokens_do_not_change_output(model, llm, block_size, max_drafts):
     prompts = ["Hello", [5, 6, 7] * 20, TOKENS]
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
     other = LLM(
@@ -852,8 +850,8 @@ def test_blocks_and_guesses_change_nothing(model, llm, block_size, max_drafts):
     other.close()
 
 
-def test_without_guesses_a_step_gives_one_token(model):
-    """The same text over and over, of which everything can be guessed."""
+def test_step_without_draft_tokens_yields_one_token(model):
+    """The text repeats one token, so prompt lookup can draft every token."""
     params = SamplingParams(max_tokens=20, ignore_eos=True, logit_bias={7: 100.0})
     lengths = []
     for max_drafts in (0, 8):
@@ -867,7 +865,7 @@ def test_without_guesses_a_step_gives_one_token(model):
 # Errors.
 
 
-def test_a_cache_for_not_even_one_block_is_refused_before_weights_are_read(model):
+def test_cache_smaller_than_one_block_is_refused_before_reading(model):
     read: list[int] = []
     with pytest.raises(
         UsageError, match=r"a KV cache of 1000 bytes is too small: .* 16 tokens takes \d{4,} bytes"
@@ -876,12 +874,12 @@ def test_a_cache_for_not_even_one_block_is_refused_before_weights_are_read(model
     assert not read
 
 
-def test_a_dtype_that_no_cache_has_is_refused_with_those_there_are(model):
+def test_unknown_kv_cache_dtype_is_refused_with_valid_choices(model):
     with pytest.raises(UsageError, match=r"kv_cache_dtype='int4': use one of auto, .*int8, fp8"):
         LLM(str(model), kv_cache_dtype="int4")
 
 
-def test_a_cache_of_int8_holds_as_much_more_as_a_row_is_shorter(model, llm):
+def test_int8_kv_cache_capacity_matches_its_row_size(model, llm):
     options = {"dtype": "float64", "kv_cache_bytes": CACHE_BYTES}
     with LLM(str(model), **options, kv_cache_dtype="int8") as narrow:
         head_dim = narrow.args.head_dim
@@ -891,7 +889,7 @@ def test_a_cache_of_int8_holds_as_much_more_as_a_row_is_shorter(model, llm):
         assert narrow.generate(["Hello"], PARAMS)[0].tokens
 
 
-def test_a_request_that_the_cache_cannot_hold_is_refused_before_any_begins(model):
+def test_request_too_large_for_cache_is_refused_before_any_step(model):
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     n_tokens = small.engine.capacity.n_tokens
     params = SamplingParams(max_tokens=n_tokens)
@@ -901,14 +899,14 @@ def test_a_request_that_the_cache_cannot_hold_is_refused_before_any_begins(model
     small.close()
 
 
-def test_after_numbers_that_are_none_the_model_can_be_asked_again(llm):
+def test_model_is_usable_after_nan(llm):
     before = llm.generate(["Hello"], PARAMS)
     fail_once(llm)
     assert llm.generate(["Hello"], PARAMS) == before
 
 
-def test_a_stream_hears_that_it_ended_when_another_failed(llm):
-    """Left or read on, it does not wait for what never comes."""
+def test_open_stream_raises_after_another_call_fails(llm):
+    """Neither closing nor reading such a stream hangs."""
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     read, left = (llm.run(llm.input_processor.requests(["Hello"], params)) for _ in range(2))
     next(read), next(left)
@@ -918,8 +916,8 @@ def test_a_stream_hears_that_it_ended_when_another_failed(llm):
         list(read)
 
 
-def test_an_interruption_in_the_middle_of_a_step_leaves_the_model_usable(llm, monkeypatch):
-    """Ctrl-C in a notebook: the next call found a step that was never finished."""
+def test_model_is_usable_after_keyboard_interrupt_in_step(llm, monkeypatch):
+    """Regression: after Ctrl-C in a notebook, the next call found an unfinished step."""
     before = llm.generate(["Hello"], PARAMS)
 
     def interrupt(*_: object) -> None:
@@ -933,7 +931,7 @@ def test_an_interruption_in_the_middle_of_a_step_leaves_the_model_usable(llm, mo
 
 
 def test_a_closed_llm_leaves_no_process_and_its_tokenizer_works(model):
-    """A tokenizer's process ended only with the LLM object."""
+    """Regression: the tokenizer process ended only when the LLM object was deleted."""
     before = set(psutil.Process().children(recursive=True))
     params = SamplingParams(max_tokens=3, grammar=Grammar("regex", "[a-z]+"))
     with LLM(str(model), kv_cache_bytes=CACHE_BYTES, tp_size=2) as llm:

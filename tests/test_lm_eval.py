@@ -47,7 +47,7 @@ metric_list: [{{metric: acc}}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Tasks of this project's own, and what they ask."""
+    """The task files and their data."""
     folder = tmp_path_factory.mktemp("tasks")
     prose = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")
     write_lines(folder / "prose.jsonl", [{"text": text} for text in prose])
@@ -62,7 +62,7 @@ def write_lines(path, lines):
 
 
 def evaluate(folder, model, arguments, monkeypatch, tmp_path):
-    """The results of both tasks, and every log-likelihood in their order."""
+    """The results of both tasks, and all log-likelihoods of each task in order."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     import lm_eval
@@ -84,8 +84,8 @@ def evaluate(folder, model, arguments, monkeypatch, tmp_path):
     return found["results"], likelihoods
 
 
-def test_both_ways_give_what_score_gives(folder, monkeypatch, tmp_path):
-    """To the last bit, in float32 on two ranks."""
+def test_harness_in_process_and_over_http_matches_score(folder, monkeypatch, tmp_path):
+    """Bit-identical, in float32 on two ranks."""
     direct, likelihoods = evaluate(folder, "parallel_llama", MODEL, monkeypatch, tmp_path)
     with Served("--nproc=2", "--dtype=float32") as served:
         arguments = {
@@ -108,7 +108,7 @@ def test_both_ways_give_what_score_gives(folder, monkeypatch, tmp_path):
     assert likelihoods["own_prose"] == [sum(line["logprobs"][1:]) for line in lines]
 
 
-def test_texts_end_where_their_settings_say():
+def test_generate_until_applies_stop_strings_and_max_tokens():
     from parallel_llama.lm_eval import ParallelLlama
 
     model = ParallelLlama("smollm2", dtype="float32", batch_size="auto", device="cuda:0")

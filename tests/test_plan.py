@@ -97,27 +97,27 @@ def test_ranges_are_cut_between_units(case):
 
 @pytest.mark.parametrize("tp_size", [3, 4, 5, 6, 7])
 @pytest.mark.parametrize("n_heads", [32, 64])
-def test_models_with_eight_kv_heads_stay_within_13_percent(n_heads, tp_size):
+def test_models_with_eight_kv_heads_are_balanced_within_13_percent(n_heads, tp_size):
     plan = make_plan(shape(n_heads, 8), tp_size)
     mean = n_heads / tp_size
     assert max(shard.n_local_heads for shard in plan.shards) / mean <= 1.13
     assert plan.balance == pytest.approx(max(s.n_local_heads for s in plan.shards) / mean)
 
 
-def test_the_cut_goes_between_kv_heads_while_that_balances():
+def test_cut_is_between_kv_heads_if_that_is_balanced():
     assert make_plan(shape(32, 8), 3).cut == "kv_heads"  # 3 + 3 + 2 KV heads: 1.125
     assert make_plan(shape(32, 8), 5).cut == "heads"  # 2 of 8 KV heads would be 1.25
     assert make_plan(shape(9, 3), 2).cut == "heads"
     assert make_plan(shape(9, 3), 3).cut == "kv_heads"
 
 
-def test_more_ranks_than_kv_heads_hold_boundary_heads_twice_in_group_order():
+def test_each_kv_head_is_replicated_on_adjacent_ranks():
     plan = make_plan(shape(64, 8), 16)
     assert [shard.kv_heads.start for shard in plan.shards] == [r // 2 for r in range(16)]
     assert all(shard.n_local_kv_heads == 1 for shard in plan.shards)
 
 
-def test_memory_weights_share_out_in_proportion():
+def test_shards_are_proportional_to_memory():
     plan = make_plan(shape(64, 8, ffn_dim=28672), 3, [80, 80, 40])
     assert [shard.n_local_heads for shard in plan.shards] == [26, 25, 13]
     assert plan.balance == pytest.approx(26 / 64 / 0.4)
@@ -135,7 +135,7 @@ def test_only_the_proportions_of_the_memory_matter(case):
 
 
 @pytest.mark.parametrize("tp_size", [0, -1, 10])
-def test_a_size_without_a_query_head_for_each_rank_is_refused_with_the_remedy(tp_size):
+def test_impossible_tp_size_is_refused_with_valid_range(tp_size):
     with pytest.raises(UsageError, match=rf"cannot be split over {tp_size} ranks; use 1 to 9"):
         make_plan(shape(9, 3), tp_size)
 
@@ -156,13 +156,13 @@ def test_a_tiny_model_may_leave_a_rank_without_ffn_or_vocabulary():
     ("size", "n_heads", "unit"),
     [(1536, 9, 32), (49152, 9, 128), (14336, 32, 64), (28672, 64, 64), (211, 9, 4), (35, 9, 1)],
 )
-def test_the_unit_is_the_largest_power_of_two_that_leaves_four_per_head(size, n_heads, unit):
+def test_unit_is_largest_power_of_two_with_four_units_per_head(size, n_heads, unit):
     assert unit_size(size, n_heads) == unit
     assert unit == 128 or -(-size // (2 * unit)) < 4 * n_heads
     assert unit == 1 or -(-size // unit) >= 4 * n_heads
 
 
-def test_a_quantisation_group_is_the_unit():
+def test_quantisation_group_size_is_the_unit():
     assert unit_size(29568, 64, quant_group_size=128) == 128
     plan = make_plan(shape(64, 8, ffn_dim=29568), 2, quant_group_size=128)
     assert [len(shard.ffn) // 128 for shard in plan.shards] == [116, 115]
@@ -177,7 +177,7 @@ def test_apportioned_counts_are_within_one_of_their_quota(n_units, weights):
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(1, 40))
-def test_runs_split_at_group_borders_alone(heads_per_kv, start, length):
+def test_every_run_has_equally_many_heads_per_kv_head(heads_per_kv, start, length):
     heads = range(start, start + length)
     for run in equal_runs(heads, heads_per_kv):
         per_kv_head = len(run.heads) // len(run.kv_heads)
@@ -186,7 +186,7 @@ def test_runs_split_at_group_borders_alone(heads_per_kv, start, length):
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), HEADS)
-def test_shares_add_up_to_the_model_and_its_doubled_kv_heads(n_heads, n_kv_heads):
+def test_shard_bytes_add_up_to_model_and_replicated_weights(n_heads, n_kv_heads):
     args = shape(n_heads, n_kv_heads)
     whole = weight_bytes(make_plan(args, 1).shards[0], values_by_form(args, HALF)) // 2
     for tp_size in {1, 2, 3, 5, n_heads} & set(range(1, n_heads + 1)):
@@ -200,7 +200,7 @@ def test_shares_add_up_to_the_model_and_its_doubled_kv_heads(n_heads, n_kv_heads
 
 
 @given(plans(), st.booleans(), st.booleans(), st.booleans())
-def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bias, tied):
+def test_weight_bytes_equal_sum_over_parameters(case, attention_bias, mlp_bias, tied):
     args, tp_size, memory = case
     args = replace(
         args, attention_bias=attention_bias, mlp_bias=mlp_bias, tied_embeddings=tied, n_layers=3
@@ -213,8 +213,8 @@ def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bia
         assert weight_bytes(shard, values_by_form(args, HALF)) == 2 * values
 
 
-def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypatch):
-    """Counting every layer of every share again took more than a minute for a range of sizes."""
+def test_cost_of_weight_bytes_does_not_depend_on_n_layers(monkeypatch):
+    """Regression: counting every layer of every shard took over a minute for a range of tp_size."""
     made = []
     monkeypatch.setattr(
         "parallel_llama.families.weights.Param",
@@ -261,7 +261,7 @@ def test_every_channel_of_every_expert_has_exactly_one_owner(case):
 
 
 @given(expert_plans())
-def test_weight_bytes_are_those_of_every_parameter_of_every_expert(case):
+def test_weight_bytes_with_experts_equal_sum_over_parameters(case):
     args, tp_size, memory, ranks_per_expert = case
     for shard in make_plan(args, tp_size, memory, ranks_per_expert=ranks_per_expert).shards:
         values = 0
@@ -271,7 +271,7 @@ def test_weight_bytes_are_those_of_every_parameter_of_every_expert(case):
 
 
 @pytest.mark.parametrize("tp_size", range(1, 33))
-def test_ranks_share_every_expert_while_that_leaves_them_enough_channels(tp_size):
+def test_experts_are_tensor_parallel_if_shards_are_wide_enough(tp_size):
     plan = make_plan(MIXTRAL, tp_size)
     assert plan.placement is not None and plan.placement.kind == "tensor"
     assert all(shard.experts == range(8) for shard in plan.shards)
@@ -286,7 +286,7 @@ def test_ranks_share_every_expert_while_that_leaves_them_enough_channels(tp_size
         (8, "mixed", [48] * 6 + [32] * 2, [256] * 6 + [384] * 2),
     ],
 )
-def test_ranks_share_out_the_experts_where_channels_would_be_few(tp_size, kind, experts, channels):
+def test_experts_are_split_over_ranks_to_keep_256_channels(tp_size, kind, experts, channels):
     plan = make_plan(QWEN3_30B, tp_size)
     assert plan.placement is not None and plan.placement.kind == kind
     assert [len(shard.experts) for shard in plan.shards] == experts
@@ -303,7 +303,7 @@ def test_narrow_experts_are_whole_on_one_rank_each():
     assert [shard.experts for shard in plan.shards] == [range(43), range(43, 86), range(86, 128)]
 
 
-def test_more_ranks_than_narrow_experts_share_them_in_groups():
+def test_adjacent_ranks_share_an_expert_if_ranks_outnumber_experts():
     plan = make_plan(replace(QWEN3_30B, ffn_dim=128, n_experts=3, n_active_experts=1), 7)
     assert [shard.experts.start for shard in plan.shards] == [0, 0, 0, 1, 1, 2, 2]
     assert all(len(shard.experts) == 1 for shard in plan.shards)
@@ -318,7 +318,7 @@ def test_a_group_of_ranks_gets_experts_in_proportion_to_its_memory():
     assert 1.95 < bytes_held[0] / bytes_held[1] < 2.05
 
 
-def test_a_step_passes_over_the_experts_that_its_batch_does_not_meet():
+def test_bytes_passed_over_are_embeddings_and_unused_experts():
     embeddings = 32000 * 4096
     expert = 3 * 4096 * 14336 * 32  # in all layers
     assert bytes_passed_over(MIXTRAL, 1, HALF) == 2 * (embeddings + 6 * expert)
@@ -333,12 +333,12 @@ def test_a_dense_model_has_no_placement_of_experts():
     assert all(shard.experts == range(0) for shard in plan.shards)
 
 
-def test_kv_bytes_follow_the_local_kv_heads():
+def test_kv_bytes_count_only_local_kv_heads():
     shard = make_plan(shape(9, 3), 2).shards[0]
     assert kv_bytes_per_token(shape(9, 3), shard, KVFormat("bfloat16")) == (2 * 2 * 2 * 8 * 2,)
 
 
-def test_a_key_or_value_in_int8_takes_a_byte_a_number_and_a_scale():
+def test_int8_and_fp8_kv_bytes_include_a_scale_per_row():
     shard = make_plan(shape(9, 3), 2).shards[0]
     for name in ("int8", "fp8"):
         assert kv_bytes_per_token(shape(9, 3), shard, KVFormat(name)) == (2 * 2 * 2 * (8 + 4),)
@@ -353,7 +353,7 @@ def test_a_key_or_value_in_int8_takes_a_byte_a_number_and_a_scale():
     step_tokens=st.integers(1, 20),
     start=st.integers(0, 60),
 )
-def test_a_sequence_holds_what_one_step_sees_and_no_more(block_size, window, step_tokens, start):
+def test_blocks_held_is_the_most_blocks_a_step_can_touch(block_size, window, step_tokens, start):
     seen = range(max(start - window + 1, 0), start + step_tokens)
     touched = len({position // block_size for position in seen})
     assert touched <= blocks_held(seen.stop, block_size, window, step_tokens)
@@ -369,9 +369,7 @@ HYBRID = replace(shape(9, 3), n_layers=6, sliding_window=64, full_layers=(5,))
 @given(
     n_blocks=st.integers(0, 3000), block_size=st.integers(1, 16), max_seq_len=st.integers(1, 5000)
 )
-def test_layers_with_a_window_never_have_less_room_for_long_sequences(
-    n_blocks, block_size, max_seq_len
-):
+def test_window_pool_holds_at_least_as_many_long_sequences(n_blocks, block_size, max_seq_len):
     full, windowed = pool_sizes(HYBRID, n_blocks, block_size, max_seq_len, 32)
     assert full == n_blocks and n_blocks / 4 <= windowed <= n_blocks
 
@@ -381,7 +379,7 @@ def test_layers_with_a_window_never_have_less_room_for_long_sequences(
 
     whole, ring = held(max_seq_len)
     assert full // whole <= windowed // ring
-    assert windowed >= held(n_blocks * block_size)[1]  # what one sequence could grow to
+    assert windowed >= held(n_blocks * block_size)[1]  # a sequence that fills the full pool
 
 
 @given(st.integers(0, 100_000))
@@ -399,7 +397,7 @@ def test_the_most_blocks_fit_and_one_more_would_not(room):
     assert taken(most) <= room < taken(most + 1)
 
 
-def test_parameters_carry_metas_names_and_the_axis_that_cuts_them():
+def test_parameters_have_meta_names_and_shard_axes():
     cuts = {param.name: (param.axis, param.dim) for param in parameters(shape(9, 3))}
     assert cuts["tok_embeddings.weight"] == ("vocab", 0)
     assert cuts["layers.1.attention.wq.weight"] == ("heads", 0)
@@ -410,8 +408,8 @@ def test_parameters_carry_metas_names_and_the_axis_that_cuts_them():
     assert cuts["output.weight"] == ("vocab", 0)
 
 
-def test_tokens_are_spread_where_ranks_would_hold_the_same_heads():
-    """Every rank then takes as many bytes as an equal part of one copy."""
+def test_kv_tokens_are_sharded_if_heads_would_be_replicated():
+    """Every rank then holds an equal part of one copy of the KV cache."""
     form = KVFormat("float32")
     for n_heads, n_kv_heads, tp_size in [(9, 3, 2), (9, 3, 5), (7, 1, 4), (10, 2, 10)]:
         args = shape(n_heads, n_kv_heads)

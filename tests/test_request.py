@@ -96,8 +96,8 @@ def test_good_parameters_are_stored_in_the_declared_types():
         ({"logit_bias": {np.int64(5): np.float32(1)}}, {"logit_bias": ((5, 1.0),)}),
     ],
 )
-def test_what_users_of_other_engines_type_is_understood(given, stored):
-    """A bare stop string, a top_k of -1, numbers of numpy: each was an error."""
+def test_parameters_in_style_of_other_engines_are_accepted(given, stored):
+    """Regression: a bare stop string, top_k=-1 and NumPy numbers were refused."""
     params = SamplingParams(**given)
     for name, value in stored.items():
         found = getattr(params, name)
@@ -106,7 +106,7 @@ def test_what_users_of_other_engines_type_is_understood(given, stored):
     assert again == params
 
 
-def test_a_logit_bias_is_stored_by_token_id_whatever_it_came_as():
+def test_logit_bias_is_stored_as_pairs_sorted_by_token_id():
     as_mapping: Any = {9: 1, 2: -0.5}
     params = SamplingParams(logit_bias=as_mapping)
     assert params.logit_bias == ((2, -0.5), (9, 1.0))
@@ -125,7 +125,7 @@ def test_a_logit_bias_is_stored_by_token_id_whatever_it_came_as():
         ("json_schema", "\ud800", "surrogate"),
     ],
 )
-def test_a_grammar_of_no_kind_or_size_is_refused(kind, text, words):
+def test_grammar_with_invalid_kind_or_text_is_refused(kind, text, words):
     with pytest.raises(UsageError, match=words):
         Grammar(kind, text)
 
@@ -139,12 +139,12 @@ def test_a_grammar_of_no_kind_or_size_is_refused(kind, text, words):
         ({"frequency_penalty": 0.5}, True),
     ],
 )
-def test_only_a_penalty_makes_a_draw_depend_on_its_history(penalty, penalized):
+def test_has_penalties_is_true_only_with_a_penalty(penalty, penalized):
     assert SamplingParams(**penalty).has_penalties is penalized
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 1e-9])
-def test_a_temperature_of_nothing_is_greedy_whatever_the_filters(temperature):
+def test_temperature_near_zero_is_greedy_despite_filters(temperature):
     params = SamplingParams(temperature=temperature, top_k=5, top_p=0.5)
     assert params.is_greedy
     assert not params.is_filtered
@@ -154,7 +154,7 @@ def test_a_temperature_of_nothing_is_greedy_whatever_the_filters(temperature):
     ("filters", "filtered"),
     [({}, False), ({"top_k": 1}, True), ({"top_p": 0.99}, True), ({"min_p": 0.01}, True)],
 )
-def test_only_a_filter_makes_a_draw_filtered(filters, filtered):
+def test_is_filtered_is_true_only_with_a_filter(filters, filtered):
     assert SamplingParams(temperature=0.7, **filters).is_filtered is filtered
 
 
@@ -162,7 +162,7 @@ def test_a_request_that_fills_the_context_exactly_fits():
     assert resolve_max_tokens(100, SamplingParams(max_tokens=28), 128) == 28
 
 
-def test_an_open_length_goes_to_the_end_of_the_context():
+def test_max_tokens_none_extends_to_end_of_context():
     assert resolve_max_tokens(100, SamplingParams(max_tokens=None), 128) == 28
     with pytest.raises(ContextExceeded, match="shorten the prompt to at most 98 tokens"):
         resolve_max_tokens(100, SamplingParams(max_tokens=None, min_tokens=30), 128)
@@ -184,7 +184,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers(n_prompt, max_t
         assert word in str(caught.value)
 
 
-def test_a_seed_is_the_requests_own_or_follows_from_the_run_and_the_line():
+def test_seed_is_given_or_derived_from_run_and_line():
     own = SamplingParams(seed=7)
     free = SamplingParams()
     assert resolve_seed(own, 1, 0) == resolve_seed(own, 2, 9) == 7
@@ -202,7 +202,7 @@ def test_eos_ends_a_request_unless_it_is_ignored():
     ) == {9}
 
 
-def test_the_json_line_has_the_keys_of_the_contract_and_logprobs_only_if_asked():
+def test_json_line_has_fixed_keys_and_logprobs_only_if_present():
     plain = Completion(3, "hi", (5, 2), "stop", 4)
     assert plain.to_json() == {
         "index": 3,
@@ -219,7 +219,7 @@ def test_the_json_line_has_the_keys_of_the_contract_and_logprobs_only_if_asked()
     ]
 
 
-def test_the_json_line_names_the_choice_only_beside_others():
+def test_json_line_has_choice_only_with_several_choices():
     assert "choice" not in Completion(3, "hi", (5,), "stop", 4).to_json()
     both = [
         Completion(3, "", (5,), "timeout", 4, choice=choice, n_choices=2).to_json()
@@ -228,7 +228,7 @@ def test_the_json_line_names_the_choice_only_beside_others():
     assert [line["choice"] for line in both] == [0, 1]
 
 
-def test_the_json_line_has_the_prompts_logprobs_where_they_were_asked_for():
+def test_json_line_has_prompt_logprobs_if_present():
     scored = (None, TokenLogprob(5, -0.5, ((6, -1.5),)))
     line = Completion(0, "", (1,), "cancelled", 2, prompt_logprobs=scored).to_json()
     assert json.loads(json.dumps(line))["prompt_logprobs"] == [
@@ -323,14 +323,14 @@ def test_a_damaged_message_is_refused_on_arrival(message):
         decode_message(message)
 
 
-def test_the_tampering_itself_leaves_a_message_readable():
+def test_tampered_message_with_valid_value_decodes():
     """Guards the test above: without a bad value its messages decode."""
     (_, request), *_ = decode_message(_tampered(temperature=0.5)).begin
     assert request.params.temperature == 0.5
 
 
 def _whole(text: str, stops: list[str]) -> tuple[str, str]:
-    """The definition: of all occurrences the one that ends first, the longest of those."""
+    """The definition: the occurrence that ends first, and the longest one that ends there."""
     ends = [
         (start + len(stop), start)
         for stop in stops
@@ -356,15 +356,15 @@ SHORT_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(SHORT_STOPS, st.lists(st.text("abc", max_size=6), max_size=8))
-def test_any_split_of_the_text_gives_what_a_search_of_the_whole_gives(stops, pieces):
-    """Two letters, so that overlaps, suffixes and stop strings inside stop strings abound."""
+def test_streamed_stop_search_matches_search_of_whole_text(stops, pieces):
+    """Stop strings of two letters often overlap, and often contain or end each other."""
     assert _streamed(pieces, stops) == _whole("".join(pieces), stops)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(SHORT_STOPS, st.text("abc", max_size=20))
-def test_exactly_the_longest_beginning_of_a_stop_string_is_held_back(stops, text):
-    """Held back too little shows half a stop string; too much stutters."""
+def test_exactly_the_longest_stop_string_prefix_is_held_back(stops, text):
+    """Less would show part of a stop string; more would delay text without need."""
     stream = StopChecker(stops)
     shown = ""
     for n_read, char in enumerate(text, 1):
@@ -379,7 +379,7 @@ def test_exactly_the_longest_beginning_of_a_stop_string_is_held_back(stops, text
 
 
 def test_many_long_stop_strings_do_not_slow_a_long_stream():
-    """Searching held + piece again for each piece took minutes here; one pass takes a moment."""
+    """Regression: searching the held text again for each piece took minutes here."""
     stops = ["a" * n + "b" for n in range(40, 103)]
     stream = StopChecker(stops)
     start = time.process_time()
@@ -390,7 +390,7 @@ def test_many_long_stop_strings_do_not_slow_a_long_stream():
     assert stream.found
 
 
-def test_only_what_completes_a_bad_word_is_banned():
+def test_only_tokens_that_complete_a_bad_word_are_banned():
     params = SamplingParams(max_tokens=9)
     request = Request(0, (1,), params, 0, frozenset(), bad_ids=((5,), (6, 7), (8, 9, 4)))
     assert request.ends_of_bad_words([]) == {5}

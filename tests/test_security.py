@@ -18,7 +18,7 @@ FLAWS = [row for row in ROWS if len(row) == 4 and row[3].startswith("`")]
 
 
 @pytest.mark.parametrize(("limit", "value", "constant"), LIMITS, ids=[row[0] for row in LIMITS])
-def test_a_limit_is_the_constant(limit, value, constant):
+def test_documented_limit_equals_constant(limit, value, constant):
     parts = constant.strip("`").split(".")
     n_modules = 2 if parts[0] != "request" else 1
     found = import_module(".".join(("parallel_llama", *parts[:n_modules])))
@@ -29,13 +29,13 @@ def test_a_limit_is_the_constant(limit, value, constant):
 
 
 @pytest.mark.parametrize("row", FLAWS, ids=[row[0] for row in FLAWS])
-def test_a_flaw_of_others_has_its_test(row):
+def test_listed_flaw_names_an_existing_test(row):
     path, name = row[3].strip("`").split("::")
     tree = ast.parse((ROOT / path).read_text())
     assert name in {node.name for node in tree.body if hasattr(node, "name")}
 
 
-def test_forty_flaws_and_more_are_listed_each_once():
+def test_at_least_40_flaws_are_listed_once_each():
     names = [row[0].removesuffix("\u2020") for row in FLAWS]
     assert len(set(names)) == len(names) >= 40
     assert all(re.fullmatch(r"(CVE|PYSEC)-\d{4}-\d+|vllm#\d+", name) for name in names)

@@ -48,8 +48,8 @@ def planned(own: Shares | None, n_ranks: int) -> ShardPlan:
         ([3, 3, 3, 1, 1, 1, 1], ["1/8", "1/7", "1", "1", "1/100", "1", "1"]),
     ],
 )
-def test_full_ranks_leave_the_rest_to_the_others_in_proportion_to_speed(speeds, most):
-    """No split of the work is faster: a rank that is not full is as late as the latest."""
+def test_ranks_below_their_limit_share_the_rest_by_speed(speeds, most):
+    """No split is faster: every rank below its limit takes as long as the slowest rank."""
     limits = [Fraction(each) for each in most]
     found = fill(speeds, limits)
     assert sum(found) == 1
@@ -59,12 +59,12 @@ def test_full_ranks_leave_the_rest_to_the_others_in_proportion_to_speed(speeds, 
         assert part <= limit
 
 
-def test_shares_that_no_memory_holds_do_not_exist():
+def test_fill_returns_none_if_limits_are_too_small():
     assert fill([1, 1], [Fraction(1, 2), Fraction(49, 100)]) is None
     assert fill([1, 1], [Fraction(1), Fraction(0)]) is None
 
 
-def test_without_speeds_the_memory_decides_and_without_memory_the_speeds():
+def test_shares_follow_memory_or_speeds_if_only_one_is_given():
     assert shares([3, 1], None) == [3, 1]
     assert shares(None, [2.5, 1]) == [2.5, 1]
     assert shares(None, None) is None
@@ -91,8 +91,8 @@ def test_a_fast_rank_with_little_memory_holds_what_fits(speeds):
     assert max(others) == min(others)
 
 
-def test_where_no_shares_by_speed_fit_they_are_those_of_the_memory():
-    """The error then says what is missing, as without speeds."""
+def test_shares_follow_memory_if_no_shares_by_speed_fit():
+    """Loading then fails with the same error about missing memory as without speeds."""
     assert shares([1000, 3000], [2, 1]) == [1000, 3000]
 
 

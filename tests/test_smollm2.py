@@ -31,11 +31,11 @@ def answer() -> dict:
 
 
 def test_the_answer_is_the_same_on_seven_ranks(answer):
-    """On 3 and 5 ranks it has the same bits: tests/engine/test_exact_sums.py."""
+    """tests/engine/test_exact_sums.py checks that 3 and 5 ranks give the same bits."""
     assert parallel_llama(*CAPITAL, "--nproc=7") == [answer]
 
 
-def test_random_weights_are_nowhere_stored():
+def test_quant_stored_with_random_weights_is_refused():
     with pytest.raises(UsageError, match="no weight of the model can stay as stored"):
         LLM("smollm2", random_weights=1, quant="stored")
 
@@ -64,7 +64,7 @@ def scored(
     return file, tokens, expected
 
 
-def test_log_probabilities_are_those_of_transformers(scored):
+def test_logprobs_match_transformers(scored):
     file, tokens, expected = scored
     (line,) = parallel_llama("score", f"--tokens-file={file}", "--quant=none", "--nproc=3")
     assert line["tokens"] == tokens and line["tp_size"] == 3

@@ -93,7 +93,7 @@ _CODE_IN_PROSE = re.compile(r"`+[^`\n]*`+|^```.*?^```", re.MULTILINE | re.DOTALL
 
 
 def prose(text: str, is_python: bool) -> str:
-    """A file with all that is not prose blanked out, line for line."""
+    """The file with everything but prose blanked out; line numbers stay the same."""
     if is_python:
         kept = [
             (token.start, token.end)
@@ -127,7 +127,7 @@ def names(text: str) -> Iterator[tuple[int, str]]:
 
 
 def faults(name: str, text: str) -> Iterator[str]:
-    """What a file has of both tables, as `file:line: words; write ...`."""
+    """The phrases and retired names in a file, as `file:line: words; write ...`."""
     is_python = name.endswith(".py")
     line_ends = [match.start() for match in re.finditer("\n", text)]
     for match in _ANY_PHRASE.finditer(prose(text, is_python)):
@@ -191,7 +191,7 @@ def test_a_planted_phrase_is_found_on_its_line(name):
         assert any(line.startswith(f"{where}: ") and words in line for line in lines)
 
 
-def test_good_prose_and_names_like_it_are_left_alone():
+def test_good_prose_and_similar_names_are_not_reported():
     assert not list(faults("good.py", GOOD))
 
 
@@ -207,7 +207,7 @@ def test_a_whole_file_that_is_planted_makes_the_test_fail(tmp_path, monkeypatch)
         test_prose_and_names_are_those_of_the_field()
 
 
-if __name__ == "__main__":  # what is left, and how often
+if __name__ == "__main__":  # prints every fault, and their number
     left = all_faults()
     print("\n".join(line for each in left.values() for line in each))
     print(f"{sum(map(len, left.values()))} in {len(left)} files")

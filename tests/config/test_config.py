@@ -80,7 +80,7 @@ def from_gguf(content: GGUF) -> ModelArgs:
 
 
 def gguf(tensors: list[Tensor] | None = None, **fields: Any) -> GGUF:
-    """The tiny file with other fields, dots written as __; None removes one."""
+    """The tiny file with changed fields: `__` stands for a dot, and None removes a field."""
     merged = {**TINY_FIELDS, **{key.replace("__", "."): item for key, item in fields.items()}}
     kept = {key: item for key, item in merged.items() if item is not None}
     return GGUF(fields=kept) if tensors is None else GGUF(fields=kept, tensors=tensors)
@@ -111,7 +111,8 @@ PUBLISHED = {
     "llama-3.1-8b": (14336, 8_030_261_248, 131072),
     "llama-3.1-70b": (28672, 70_553_706_496, 131072),
     "llama-3.1-405b": (53248, 405_853_388_800, 131072),
-    # Meta stores the output beside the equal embeddings: 1.236e9 and 3.213e9 where they are tied.
+    # Meta stores the output weight although it equals the embeddings; tied, the models have
+    # 1.236e9 and 3.213e9 parameters.
     "llama-3.2-1b": (8192, 1_498_482_688, 131072),
     "llama-3.2-3b": (8192, 3_606_752_256, 131072),
     "mistral-7b-v0.1": (14336, 7_241_732_096, 32768),
@@ -184,7 +185,7 @@ def test_a_size_out_of_range_is_refused(name, value):
         ({"head_dim": 2, "rope_scaling": RopeScaling("dynamic", 2.0)}, "head_dim=2"),
     ],
 )
-def test_arguments_of_no_model_are_refused(changed, message):
+def test_invalid_model_args_are_refused(changed, message):
     with pytest.raises(UsageError, match=message):
         replace(ARGS, **changed)
 
@@ -205,7 +206,7 @@ def test_arguments_of_no_model_are_refused(changed, message):
         ({"kind": "factors", "factors": (1.0, math.inf)}, r"factors\[1\]=inf"),
     ],
 )
-def test_scaling_that_no_table_can_be_made_of_is_refused(values, message):
+def test_invalid_rope_scaling_is_refused(values, message):
     with pytest.raises(UsageError, match=message):
         RopeScaling(**values)
 
@@ -221,14 +222,14 @@ def test_params_json_is_read():
     )  # fmt: skip
 
 
-def test_params_json_of_llama_1_leaves_out_what_is_default():
+def test_missing_keys_of_llama_1_params_json_have_defaults():
     args = from_params({"dim": 64, "n_layers": 2, "n_heads": 8, "vocab_size": 5, "norm_eps": 1e-6})
     assert (args.n_kv_heads, args.rope_theta, args.ffn_dim) == (8, 10000.0, 256)
 
 
 @pytest.mark.parametrize("stated", [-1, None])
-def test_an_open_vocabulary_is_given_or_refused(stated):
-    """Llama 1 and 2 ship vocab_size -1: their program asks the tokenizer."""
+def test_placeholder_vocab_size_is_replaced_or_refused(stated):
+    """Llama 1 and 2 ship vocab_size=-1, and Meta's program asks the tokenizer."""
     values = {**PARAMS, "vocab_size": stated}
     assert from_params(values, vocab_size=32000).vocab_size == 32000
     with pytest.raises(UsageError, match=r"params\.json: vocab_size=-1 is a placeholder"):
@@ -247,12 +248,12 @@ def test_an_open_vocabulary_is_given_or_refused(stated):
         ({"rope_theta": 5e5, "use_scaled_rope": True, "max_seq_len": 77}, 77),
     ],
 )
-def test_the_context_of_a_meta_folder(changed, context):
+def test_context_of_meta_folder_is_stated_or_inferred(changed, context):
     assert from_params({**PARAMS, **changed}).max_seq_len == context
 
 
-def test_scaled_rope_of_llama_3_1_and_3_2():
-    """Both say use_scaled_rope alone, and 3.2 1B and 3B were trained with 32 in the place of 8."""
+def test_use_scaled_rope_gives_llama_3_1_or_3_2_scaling():
+    """Both state only use_scaled_rope, but 3.2 1B and 3B were trained with 32 instead of 8."""
     scaled = {**PARAMS, "use_scaled_rope": True}
     assert from_params(scaled).rope_scaling == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
     assert from_params({**PARAMS, "use_scaled_rope": False}).rope_scaling is None
@@ -288,13 +289,13 @@ def test_scaled_rope_of_llama_3_1_and_3_2():
         ({"vision_chunk_size": 448}, "image model"),
     ],
 )
-def test_params_json_of_no_supported_model_is_refused(changed, message):
+def test_invalid_or_unsupported_params_json_is_refused(changed, message):
     with pytest.raises(UsageError, match=f"params.json: .*{message}"):
         from_params({**PARAMS, **changed})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"dim": 1, "dim": 2}', '{"dim": ' + "9" * 5000])
-def test_a_config_that_is_no_json_object_is_damage(text):
+def test_malformed_params_json_raises_checkpoint_error(text):
     files = _folder(PARAMS, "params.json", "consolidated.00.pth")
     files.config.write_text(text)
     with pytest.raises(CheckpointError, match=r"params\.json"):
@@ -323,7 +324,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def agrees_with_transformers(files: ModelFiles) -> None:
-    """The frequencies that rope makes of our arguments are those of transformers' own model."""
+    """Asserts that our arguments and RoPE frequencies equal those of transformers' model."""
     args = load_model_args(files)
     config = LlamaConfig.from_pretrained(files.path)
     assert isinstance(config.rope_parameters, dict)
@@ -351,7 +352,7 @@ def agrees_with_transformers(files: ModelFiles) -> None:
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("whole", [False, True], ids=["saved", "every key"])
-def test_what_transformers_saves_is_read_as_it_reads_it(rope, whole):
+def test_config_saved_by_transformers_is_read_like_transformers(rope, whole):
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=48,
@@ -377,7 +378,7 @@ def test_what_transformers_saves_is_read_as_it_reads_it(rope, whole):
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_the_form_before_transformers_5_is_read_as_it_reads_it(rope, key):
+def test_rope_keys_before_transformers_5_are_read_like_transformers(rope, key):
     scaling = dict(ROPES[rope])
     theta = scaling.pop("rope_theta")
     scaling[key] = scaling.pop("rope_type")
@@ -407,11 +408,11 @@ def test_the_form_before_transformers_5_is_read_as_it_reads_it(rope, key):
     ],
     ids=str,
 )
-def test_values_in_several_places_have_the_order_of_transformers(changed):
+def test_values_stated_twice_have_precedence_of_transformers(changed):
     agrees_with_transformers(_folder({**HF, **changed}, "config.json", "model.safetensors"))
 
 
-def test_what_config_json_omits_has_the_defaults_of_transformers():
+def test_missing_keys_of_config_json_have_transformers_defaults():
     args = from_hf({k: v for k, v in HF.items() if k != "max_position_embeddings"})
     assert (args.norm_eps, args.max_seq_len, args.dtype) == (1e-6, 2048, "float32")
     assert not (args.tied_embeddings or args.attention_bias or args.mlp_bias)
@@ -462,7 +463,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": "yes"}},
             "of 'bitsandbytes': load_in_8bit='yes' is neither true nor false; use the unquantised",
         ),
-        # The advice was to remove the key, and the weights stay quantised.
+        # Regression: the error advised to remove the key, but the weights stay quantised.
         *(
             (
                 {key: {"bits": 4}},
@@ -517,7 +518,7 @@ def test_what_config_json_omits_has_the_defaults_of_transformers():
         ),
     ],
 )
-def test_a_config_json_of_no_supported_model_is_refused(changed, message):
+def test_invalid_or_unsupported_config_json_is_refused(changed, message):
     with pytest.raises(UsageError, match=f"config.json: .*{message}"):
         from_hf({**HF, **changed})
 
@@ -550,8 +551,8 @@ ELSEWHERE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_what_another_architecture_computes_is_refused_unless_it_is_off(key):
-    """transformers' Llama passes over nearly all of these; the weights were trained with them."""
+def test_keys_of_other_architectures_are_refused_unless_disabled(key):
+    """transformers' Llama ignores nearly all of these keys, which the weights were trained with."""
     with pytest.raises(UsageError, match=rf"config\.json: {key}=.* not supported.* remove it"):
         from_hf({**HF, key: ELSEWHERE[key]})
     off = {"hidden_activation": "silu", "is_causal": True}
@@ -575,14 +576,14 @@ def test_what_another_architecture_computes_is_refused_unless_it_is_off(key):
         ("residual_multipliers", "residual_multiplier"),
     ],
 )
-def test_a_misspelling_of_a_key_that_counts_is_refused(key, meant):
+def test_misspelled_known_key_is_refused_with_suggestion(key, meant):
     with pytest.raises(UsageError, match=f"unknown key '{key}'; did you mean '{meant}'"):
         from_hf({**HF, key: 2})
     assert from_hf({**HF, key: None}) == from_hf(HF)
 
 
-def test_keys_that_nobody_reads_are_ignored_with_one_warning(caplog):
-    """Any unknown key used to be refused, and each training program leaves its own."""
+def test_unknown_keys_are_ignored_with_one_warning(caplog):
+    """Regression: any unknown key was refused, but training programs add keys of their own."""
     unknown = {
         "mm_vision_tower": "x",
         "max_window_layers": 28,
@@ -633,18 +634,18 @@ def test_yarn_extends_the_context_that_the_file_states():
         context_length(args, 1025)
 
 
-def test_a_config_of_more_keys_than_any_has_is_refused_at_once():
+def test_config_with_too_many_keys_is_refused():
     with pytest.raises(UsageError, match="has 100009 keys; at most 1000"):
         from_hf({**HF, **{f"num_heads_{number}": 1 for number in range(100_000)}})
 
 
-def test_code_named_by_a_config_is_left_alone_with_a_warning(caplog):
+def test_auto_map_code_is_ignored_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         from_hf({**HF, "auto_map": {"AutoModel": "m.M"}})
     assert "auto_map" in caplog.text
 
 
-def test_rope_settings_of_another_type_change_nothing_and_say_so(caplog):
+def test_keys_of_another_rope_type_are_ignored_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         args = from_hf({**HF, "rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}})
     assert args.rope_scaling == RopeScaling("linear", 2.0)
@@ -670,15 +671,15 @@ def test_the_embedded_model_is_read():
     assert load_generation_defaults(find_model("smollm2")).eos_ids == (2,)
 
 
-def test_smollm2_is_sampled_as_its_authors_do():
-    """Greedy, it repeats its sentences; the GGUF file states no sampling."""
+def test_smollm2_has_sampling_defaults_of_its_authors():
+    """Greedy, SmolLM2 repeats sentences; the GGUF file states no sampling parameters."""
     files = find_model("smollm2")
     assert load_generation_defaults(files).sampling == {"temperature": 0.2, "top_p": 0.9}
     alone = find_model(str(files.path))
     assert load_generation_defaults(alone).sampling == {}
 
 
-def test_what_a_gguf_file_may_leave_out_or_state():
+def test_optional_gguf_keys_are_read_or_have_defaults():
     assert from_gguf(gguf(llama__attention__head_count_kv=None)).n_kv_heads == 2
     assert from_gguf(gguf(llama__rope__dimension_count=None)).head_dim == 4
     assert from_gguf(gguf(llama__vocab_size=7)).vocab_size == 7
@@ -702,13 +703,13 @@ def test_what_a_gguf_file_may_leave_out_or_state():
         ([Q8_0], "float32"),
     ],
 )
-def test_the_dtype_is_that_of_the_matrices(kinds, dtype):
+def test_gguf_dtype_is_taken_from_the_matrices(kinds, dtype):
     """The norms are float32 in every file."""
     tensors = [Tensor(f"t{i}", (2, 32), kind) for i, kind in enumerate(kinds)]
     assert from_gguf(gguf([*tensors, Tensor("norm", (8,), F32)])).dtype == dtype
 
 
-def test_biases_and_the_output_are_told_from_the_tensors():
+def test_biases_and_output_weight_are_detected_from_tensors():
     args = from_gguf(gguf([Tensor("output.weight", (5, 8)), Tensor("blk.0.attn_k.bias", (4,))]))
     assert (args.tied_embeddings, args.attention_bias, args.mlp_bias) == (False, True, False)
     assert from_gguf(gguf([Tensor("blk.0.ffn_down.bias", (8,))])).mlp_bias
@@ -725,8 +726,8 @@ def test_rope_factors_are_read_from_their_tensor():
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gemma3"])
-def test_no_layers_are_listed_before_their_number_is_held_to_its_limit(arch):
-    """The layers with a window were counted out first, in as much memory as the file liked."""
+def test_gguf_layer_count_is_checked_before_listing_layers(arch):
+    """Regression: the sliding-window layers were listed first, in any amount of memory."""
     own = {key.replace("llama.", f"{arch}."): value for key, value in TINY_FIELDS.items()}
     own |= {"general.architecture": arch, f"{arch}.attention.sliding_window": 4}
     path = TEMPORARY[0] / "m.gguf"
@@ -736,7 +737,7 @@ def test_no_layers_are_listed_before_their_number_is_held_to_its_limit(arch):
 
 
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-1b", "qwen2.5-7b"])
-def test_no_layers_of_config_json_are_listed_before_either(name):
+def test_config_json_layer_count_is_checked_before_listing_layers(name):
     values = json.loads(find_model(name).config.read_text())
     values |= {"num_hidden_layers": 2**62, "layer_types": None}
     if values["model_type"] == "qwen2":
@@ -745,7 +746,7 @@ def test_no_layers_of_config_json_are_listed_before_either(name):
         from_hf({**values, "sliding_window": 16})
 
 
-def test_rope_scaling_of_a_gguf_file():
+def test_rope_scaling_is_read_from_gguf_keys():
     linear = RopeScaling("linear", 4.0)
     assert from_gguf(gguf(llama__rope__scaling__factor=4.0)).rope_scaling == linear
     assert from_gguf(gguf(llama__rope__scale_linear=4.0)).rope_scaling == linear
@@ -792,7 +793,7 @@ def test_rope_scaling_of_a_gguf_file():
         ({"split__count": 3}, "one of 3 parts"),
     ],
 )
-def test_a_gguf_file_of_no_supported_model_is_refused(fields, message):
+def test_invalid_or_unsupported_gguf_file_is_refused(fields, message):
     with pytest.raises(UsageError, match=f"m.gguf: .*{message}"):
         from_gguf(gguf(**fields))
 
@@ -808,13 +809,13 @@ def test_a_gguf_file_of_no_supported_model_is_refused(fields, message):
         (Tensor("rope_freqs.weight", (100_000,)), "100000 values; at most"),
     ],
 )
-def test_rope_factors_that_make_no_table_are_refused(tensor, message):
+def test_invalid_rope_factors_are_refused(tensor, message):
     with pytest.raises(UsageError, match=message):
         from_gguf(gguf([tensor]))
 
 
-def test_random_damage_to_a_gguf_file_is_refused_in_our_own_words():
-    """Numbers that the header reader cannot doubt reach the arguments, and must stop there."""
+def test_mutated_gguf_files_load_or_raise_project_errors():
+    """The header reader cannot check all numbers, so the model arguments must refuse bad ones."""
     content = gguf([Tensor("rope_freqs.weight", (2,), data=struct.pack("<2f", 1, 8))])
     path = TEMPORARY[0] / "m.gguf"
     refused = 0
@@ -832,8 +833,7 @@ WRONG = [None, True, -1, 0, 10**400, 1.5, math.nan, -math.inf, "x", [], [[]], {}
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:8])
-def test_a_wrong_value_under_any_key_is_refused_or_read(wrong):
-    """Any exception but UsageError fails."""
+def test_wrong_value_of_any_key_is_read_or_raises_usage_error(wrong):
     path = TEMPORARY[0] / "config.json"
     (path.parent / "model.safetensors").write_text("")
     whole = {
@@ -887,17 +887,17 @@ def test_sampling_defaults_that_transformers_saves_are_read():
 
 @pytest.mark.parametrize("do_sample", [False, None])
 def test_without_do_sample_the_default_is_greedy(do_sample):
-    """As in transformers, where of these the penalty alone changes anything."""
+    """As in transformers, where only the repetition penalty then has an effect."""
     stated = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.1}
     found = defaults({}, {"do_sample": do_sample, **stated})
     assert found == GenerationDefaults(temperature=0.0, repetition_penalty=1.1)
 
 
-def test_sampling_without_a_temperature_has_1():
+def test_do_sample_without_temperature_has_temperature_1():
     assert defaults({}, {"do_sample": True}) == GenerationDefaults(temperature=1.0)
 
 
-def test_ids_come_from_the_config_where_there_is_no_better_place():
+def test_special_ids_fall_back_to_config_json():
     ids = {"eos_token_id": 2, "bos_token_id": 1}
     assert defaults(ids) == GenerationDefaults(eos_ids=(2,), bos_id=1)
     found = defaults(ids, {"eos_token_id": [7, 8, 7]})
@@ -928,12 +928,12 @@ def test_sampling_defaults_of_the_wrong_type_are_refused(generation, message):
         defaults({}, generation)
 
 
-def test_a_generation_config_that_is_no_object_is_damage():
+def test_generation_config_that_is_not_an_object_is_refused():
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         defaults({}, [])
 
 
-def test_the_ids_and_sampling_of_a_gguf_file():
+def test_special_ids_and_sampling_are_read_from_gguf():
     path = TEMPORARY[0] / "m.gguf"
     content = gguf(
         tokenizer__ggml__eot_token_id=3,
@@ -951,8 +951,8 @@ def test_metas_files_state_no_defaults():
     assert load_generation_defaults(files) == GenerationDefaults()
 
 
-def test_layer_types_count_where_layers_of_a_family_differ():
-    """A Gemma 3 with few layers has no full-attention layer by default, and may name some."""
+def test_layer_types_apply_only_to_families_with_mixed_layers():
+    """A Gemma 3 with few layers has no full-attention layer by default, but can list some."""
     values = {
         **HF,
         "model_type": "gemma3_text",
@@ -971,8 +971,8 @@ _KEYS_OF_TEXT = ["dtype", "torch_dtype", "hidden_act", "model_type", "architectu
 
 
 @pytest.mark.parametrize("key", [*_KEYS_OF_TEXT, "hidden_size", "rope_scaling", "x" * 100_000])
-def test_an_error_does_not_print_a_long_value_whole(key):
-    """A dtype of 100,000 characters was."""
+def test_error_message_shortens_long_values(key):
+    """Regression: a dtype of 100,000 characters was printed whole."""
     value: Any = "x" * 100_000
     if key in ("architectures", "layer_types"):
         value = [value]
@@ -994,8 +994,8 @@ def test_the_message_of_an_error_keeps_its_beginning_and_end(kind):
     assert str(kind("y" * 2000)) == "y" * 2000
 
 
-def test_a_cap_of_the_scores_of_gemma_3_is_refused():
-    """It was applied, and transformers has the key and does not apply it."""
+def test_attn_logit_softcapping_of_gemma_3_is_refused():
+    """Regression: the soft cap was applied, although transformers ignores it for Gemma 3."""
     gemma3 = {**HF, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
     with pytest.raises(UsageError, match=r"attn_logit_softcapping=2\.0 is not supported"):
         from_hf({**gemma3, "attn_logit_softcapping": 2.0})

@@ -84,7 +84,7 @@ def through_json(value: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(models)
-def test_what_is_written_is_read_back(args):
+def test_written_configs_are_read_back_unchanged(args):
     assert args_from_hf(through_json(hf_config(args))) == args
     config, params = through_json(meta_config(args)), through_json(meta_params(args))
     assert args_from_meta_config(config, params) == args
@@ -97,8 +97,7 @@ def test_what_is_written_is_read_back(args):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(models)
-def test_transformers_reads_it_and_saves_the_same(tmp_path, args):
-    """What transformers makes of the file, written by itself, is the same model."""
+def test_config_survives_load_and_save_by_transformers(tmp_path, args):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(args)))
     config = LlamaConfig.from_pretrained(tmp_path)
     assert config.hidden_size == args.dim and config.head_dim == args.head_dim
@@ -107,7 +106,7 @@ def test_transformers_reads_it_and_saves_the_same(tmp_path, args):
     assert args_from_hf(saved) == args
 
 
-def test_special_ids_are_stated():
+def test_special_ids_are_written_to_config_json():
     config = hf_config(ARGS, GenerationDefaults(eos_ids=(5, 7), bos_id=1))
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, [5, 7])
     config = hf_config(ARGS, GenerationDefaults(eos_ids=(5,)))
@@ -115,7 +114,7 @@ def test_special_ids_are_stated():
 
 
 def float32_factors(args: ModelArgs, scaling: RopeScaling) -> tuple[float, ...]:
-    """What rope_freqs.weight holds: transformers' unscaled frequencies over its scaled ones."""
+    """The values of rope_freqs.weight: transformers' unscaled over its scaled frequencies."""
     config = LlamaConfig(**_rotary(args), rope_parameters=_rope(args, scaling))
     plain = LlamaConfig(**_rotary(args), rope_parameters=_rope(args, None))
     factors = LlamaRotaryEmbedding(plain).inv_freq / LlamaRotaryEmbedding(config).inv_freq
@@ -146,7 +145,7 @@ def _rope(args: ModelArgs, scaling: RopeScaling | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_llama_3_scaling_is_found_again_in_ggufs_factors(factor, head_dim):
+def test_llama_3_scaling_is_recovered_from_gguf_factors(factor, head_dim):
     args = replace(ARGS, head_dim=head_dim, rope_theta=500000.0, max_seq_len=131072)
     expected = replace(LLAMA_3_1, factor=factor)
     factors = float32_factors(args, expected)
@@ -157,7 +156,7 @@ def test_llama_3_scaling_is_found_again_in_ggufs_factors(factor, head_dim):
     torch.testing.assert_close(frequencies(found, 0)[0], frequencies(own, 0)[0], rtol=1e-5, atol=0)
 
 
-def test_factors_of_no_llama_3_scaling_are_refused():
+def test_factors_that_are_not_llama_3_scaling_are_refused():
     args = replace(ARGS, head_dim=128, rope_theta=500000.0)
     factors = list(float32_factors(args, LLAMA_3_1))
     middle = next(at for at, value in enumerate(factors) if 1.5 < value < 7)
@@ -172,14 +171,14 @@ def test_factors_of_no_llama_3_scaling_are_refused():
 @example(dim=4096, ratio=14336 / 4096)
 @example(dim=1, ratio=1.0)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_metas_formula_gives_the_exact_width(dim, ratio):
+def test_meta_formula_gives_exact_ffn_dim(dim, ratio):
     ffn_dim = min(max(1, int(dim * ratio)), MAX_SIZES["ffn_dim"])
     params = through_json(meta_params(replace(ARGS, dim=dim, ffn_dim=ffn_dim)))
     assert params["multiple_of"] == 1
     assert meta_ffn_dim(dim, 1, params["ffn_dim_multiplier"]) == ffn_dim
 
 
-def test_a_width_beyond_metas_formula_is_refused():
+def test_ffn_dim_beyond_meta_formula_is_refused():
     with pytest.raises(
         UsageError, match=r"ffn_dim=300000 and dim=96: .* at most 1000 times 256; use"
     ):
@@ -187,8 +186,8 @@ def test_a_width_beyond_metas_formula_is_refused():
 
 
 @pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
-def test_metas_own_models_come_back_from_params_json_alone(path):
-    """Except the context, which is an argument of Meta's program."""
+def test_meta_models_roundtrip_through_params_json(path):
+    """Except the context length, which is an argument of Meta's program."""
     args = args_from_params(json.loads(path.read_text()))
     params = through_json(meta_params(args))
     again = args_from_params(params)
@@ -197,7 +196,7 @@ def test_metas_own_models_come_back_from_params_json_alone(path):
     assert beyond_meta(args) == []
 
 
-def test_only_metas_own_scaling_is_stated_by_its_flag():
+def test_use_scaled_rope_is_true_only_for_meta_scaling():
     for scaling, is_metas in (
         (None, True),
         (LLAMA_3_1, True),
@@ -210,7 +209,7 @@ def test_only_metas_own_scaling_is_stated_by_its_flag():
         assert (beyond_meta(args) == []) is is_metas
 
 
-def test_what_params_json_cannot_say_is_named():
+def test_settings_params_json_cannot_express_are_listed():
     args = replace(ARGS, head_dim=16, attention_bias=True, rope_scaling=RopeScaling("linear", 2.0))
     assert beyond_meta(args) == [
         "head_dim=16 where dim / n_heads is 8",
@@ -226,7 +225,7 @@ def meta_folder(folder: Path, params: dict[str, Any], config: dict[str, Any]) ->
     return folder
 
 
-def test_our_config_beside_params_json_counts(tmp_path):
+def test_own_config_json_beside_params_json_is_used(tmp_path):
     args = replace(ARGS, tied_embeddings=True, mlp_bias=True, head_dim=10, max_seq_len=77)
     folder = meta_folder(tmp_path, meta_params(args), meta_config(args))
     files = find_model(str(folder))
@@ -234,8 +233,8 @@ def test_our_config_beside_params_json_counts(tmp_path):
     assert load_model_args(files) == args
 
 
-def test_somebody_elses_config_beside_params_json_is_left_alone(tmp_path):
-    """Nothing says that it belongs to these weights, or is of a Llama at all."""
+def test_foreign_config_json_beside_params_json_is_ignored(tmp_path):
+    """Such a config.json may belong to other weights or to another architecture."""
     folder = meta_folder(tmp_path, meta_params(ARGS), {"model_type": "mistral"})
     expected = replace(ARGS, max_seq_len=4096)
     assert load_model_args(find_model(str(folder))) == expected
@@ -258,7 +257,7 @@ def test_a_config_of_another_format_is_refused(tmp_path):
         load_model_args(find_model(str(folder)))
 
 
-def test_generation_settings_beside_params_json_count(tmp_path):
+def test_generation_config_beside_params_json_is_used(tmp_path):
     folder = meta_folder(tmp_path, meta_params(ARGS), meta_config(ARGS))
     assert load_generation_defaults(find_model(str(folder))) == GenerationDefaults()
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4], "do_sample": false}')

@@ -30,7 +30,7 @@ def refused(base: Path, adapter: Path, expected: str) -> None:
     assert MERGE in str(caught.value)
 
 
-def test_weights_that_were_trained_whole(base, tmp_path):
+def test_adapter_with_whole_weights_is_refused(base, tmp_path):
     whole = {
         "lm_head.weight": torch.zeros_like(load_file(base / "model.safetensors")["lm_head.weight"])
     }
@@ -41,27 +41,27 @@ def test_weights_that_were_trained_whole(base, tmp_path):
     refused(base, adapter, r"has whole weights: lm_head\.weight")
 
 
-def test_an_output(base, tmp_path):
+def test_adapter_of_lm_head_is_refused(base, tmp_path):
     adapter = write_adapter(
         tmp_path / "a", base, r".*\.q_proj|lm_head", target_modules=["q_proj", "lm_head"]
     )
     refused(base, adapter, r"A and B for lm_head\.weight; an adapter that is served may change")
 
 
-def test_a_rank_above_the_limit(base, tmp_path):
+def test_adapter_rank_above_the_limit_is_refused(base, tmp_path):
     rank = MAX_SERVED_RANK + 1
     adapter = write_adapter(
         tmp_path / "a", base, r".*\.q_proj", lambda _: rank, r=rank, target_modules=["q_proj"]
     )
     refused(base, adapter, r"layers\.0\.self_attn\.q_proj\.weight has the rank 513, over the limit")
-    edit(adapter, r=3)  # the file decides, and is compared with the settings
+    edit(adapter, r=3)  # the weights' own rank must equal r of the settings
     args = load_model_args(find_model(str(base)))
     with pytest.raises(ValueError, match=re.escape("is [513, 72], expected [3, 72]")):
         load_served_adapter(adapter, args)
 
 
 @pytest.mark.parametrize("module", ["experts.2.w1", "gate"])
-def test_experts_and_routers(module, tmp_path):
+def test_adapter_of_experts_or_router_is_refused(module, tmp_path):
     base = write_hf(
         TinyModel(
             8, 2, 8, 64, ffn_dim=24, family="mixtral",

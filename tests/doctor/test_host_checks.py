@@ -1,4 +1,4 @@
-"""Checks of one host, on file systems and limits that a test makes up."""
+"""Checks of one host, on file systems and limits that a test fakes."""
 
 import os
 import re
@@ -83,7 +83,9 @@ def host(root: Path, files: dict[str, str], **changed: object) -> Host:
         (machine.loopback, {}, {}, "pass: both ways"),
     ],
 )
-def test_a_host(tmp_path, check: Callable[[Host], object], files, changed, expected):
+def test_host_check_reports_status_and_remedy(
+    tmp_path, check: Callable[[Host], object], files, changed, expected
+):
     found = check(host(tmp_path, files, **changed))
     assert re.match(expected, f"{found.status}: {found.seen}; {found.remedy}"), found
 
@@ -91,7 +93,7 @@ def test_a_host(tmp_path, check: Callable[[Host], object], files, changed, expec
 @pytest.mark.parametrize(
     ("busy", "steal", "expected"), [(0, 0, "pass"), (20, 0, "warn"), (0, 20, "warn")]
 )
-def test_cores_that_others_use_are_measured(tmp_path, monkeypatch, busy, steal, expected):
+def test_busy_or_stolen_cores_give_a_warning(tmp_path, monkeypatch, busy, steal, expected):
     name = "proc/77/stat", "proc/77/comm"
     given = host(tmp_path, {"proc/stat": STAT.format(9, 9, 9), name[0]: f"77 (a) b) R{' 0' * 20}"})
 
@@ -111,7 +113,7 @@ def test_cores_that_others_use_are_measured(tmp_path, monkeypatch, busy, steal, 
     ("mib", "n_gpus", "status"),
     [(16, 0, "warn"), (64, 0, "pass"), (64, 2, "fail"), (512, 2, "warn"), (1024, 2, "pass")],
 )
-def test_a_small_dev_shm(tmp_path, monkeypatch, mib, n_gpus, status):
+def test_dev_shm_status_depends_on_size_and_gpus(tmp_path, monkeypatch, mib, n_gpus, status):
     blocks = SimpleNamespace(f_frsize=4096, f_blocks=mib * 256, f_bavail=mib * 256)
     monkeypatch.setattr(os, "statvfs", lambda _: blocks)
     found = machine.dev_shm(host(tmp_path, {f"dev/nvidia{gpu}": "" for gpu in range(n_gpus)}))
@@ -119,13 +121,13 @@ def test_a_small_dev_shm(tmp_path, monkeypatch, mib, n_gpus, status):
 
 
 @pytest.mark.parametrize(("limit", "status"), [(64, "fail"), (512, "warn"), (1024, "pass")])
-def test_a_limit_of_open_files(monkeypatch, limit, status):
+def test_low_limit_of_open_files_is_reported(monkeypatch, limit, status):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     found = machine.open_files(Host(1, 1))
     assert found.status == status and ("prlimit" in found.remedy) == (status != "pass")
 
 
-def test_a_folder_of_temporary_files_that_is_full(tmp_path, monkeypatch):
+def test_missing_or_full_temp_folder_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert machine.temp(Host(1, 1)).status == "warn"
@@ -137,7 +139,7 @@ def test_a_folder_of_temporary_files_that_is_full(tmp_path, monkeypatch):
     assert found.status == "fail" and "full" in found.seen and "TMPDIR" in found.remedy
 
 
-def test_names_and_addresses(monkeypatch):
+def test_bad_port_interface_or_hostname_is_reported(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = machine.port(Host(1, 1, port=taken.getsockname()[1]))
     assert found.status == "warn" and "--port 0" in found.remedy
@@ -150,7 +152,7 @@ def test_names_and_addresses(monkeypatch):
     assert found.status == "warn" and "/etc/hosts" in found.remedy
 
 
-def test_every_check_of_a_host_has_a_result_and_the_quick_ones_are_silent_on_a_good_host(tmp_path):
+def test_host_checks_are_known_and_startup_checks_find_problems(tmp_path):
     found = [check.id for check in machine_checks(Host(1, 1))]
     assert len(found) == len(set(found)) and set(found) <= CHECKS.keys()
     assert [check.id for check in startup_checks(Host(1, 1)) if check.status == "fail"] == []
@@ -160,11 +162,11 @@ def test_every_check_of_a_host_has_a_result_and_the_quick_ones_are_silent_on_a_g
     assert [check.id for check in startup_checks(host(tmp_path, quota))] == ["cores"]
 
 
-def test_a_quota_of_an_outer_group_holds_too(tmp_path):
+def test_cpu_quota_of_parent_cgroup_applies(tmp_path):
     host(tmp_path, {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "150000 100000"})
     assert cpu_cores(tmp_path) == 1.5
 
 
-def test_the_page_lists_every_check():
+def test_doctor_page_lists_every_check():
     rows = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs/doctor.md").read_text(), re.M)
     assert rows == list(CHECKS)

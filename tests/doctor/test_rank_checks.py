@@ -36,13 +36,13 @@ def alone() -> tiny_model.Alone:
 
 
 def flipped(x: Tensor) -> Tensor:
-    """The tensor with one other bit in its middle."""
+    """A copy of the tensor with one bit flipped in the middle."""
     bits = x.clone().view(-1).view(torch.uint8)
     bits[len(bits) // 2] ^= 4
     return bits.view(x.dtype).view(x.shape)
 
 
-def test_ranks_that_are_well_pass(alone):
+def test_healthy_ranks_pass(alone):
     def step(comm: ThreadComm) -> list[Check]:
         check, wrong = tiny_model.arithmetic(comm, alone)
         together = tiny_model.tensor_parallel(comm, CPU, alone, wrong)
@@ -53,8 +53,8 @@ def test_ranks_that_are_well_pass(alone):
         assert "1 to 3 ranks" in checks[-1].seen
 
 
-def test_the_bits_of_the_built_in_model_are_those_recorded(alone):
-    """Where the kernels add in another order on purpose, `RECORDED` gets the new digest."""
+def test_built_in_model_output_matches_recorded_digest(alone):
+    """If a change of the kernels' summation order is intended, update `RECORDED`."""
     width = this_machine().vector_bytes
     if width not in RECORDED:
         pytest.skip(f"no digest for vectors of {width} bytes; this CPU computes {alone.digest}")
@@ -147,7 +147,7 @@ RIGHT, ODD, FAR = Result("a", 1e-7), Result("b", 1e-7), Result("c", 1e-2)
         ([RIGHT, None], "a", "fail", {1}),
     ],
 )
-def test_the_rank_that_computes_other_bits_is_found(results, recorded, status, wrong):
+def test_ranks_with_deviating_results_are_identified(results, recorded, status, wrong):
     check, found = judged(results, recorded)
     assert (check.status, found) == (status, wrong), check
 
@@ -173,7 +173,7 @@ def test_records_arrive_unless_every_copy_is_damaged(numbers, expected):
     assert run_on_threads(2, step) == [[[0], expected]] * 2
 
 
-def test_the_worst_check_of_all_ranks_names_them():
+def test_agreed_check_is_the_worst_and_names_its_rank():
     def step(comm: ThreadComm) -> Check:
         is_bad = comm.rank == 1
         return agreed(comm, Check("cards", "warn" if is_bad else "pass", "x", "y" * is_bad))
@@ -181,7 +181,7 @@ def test_the_worst_check_of_all_ranks_names_them():
     assert run_on_threads(3, step)[0] == Check("cards", "warn", "rank 1: x", "y")
 
 
-def test_slow_ranks_other_versions_and_far_hosts_are_named():
+def test_slow_ranks_and_version_mismatches_are_named():
     assert pace.pace([1e-3, 9e-3]).seen.startswith("rank 1 is up to 9.0 times slower")
     assert pace.pace([1e-3, 2e-3]).status == "pass"
     assert pace.bandwidth([9e9, 8e9, 1e9]).seen.startswith("rank 2 is slow")
@@ -191,8 +191,8 @@ def test_slow_ranks_other_versions_and_far_hosts_are_named():
     assert "torch: rank 1 has 3, rank 0 has 2" in versions(ranks).seen
 
 
-def test_every_remedy_is_for_a_message_of_the_ranks():
-    """The remedy for a rank that is late was lost when its message was reworded."""
+def test_every_remedy_matches_a_rank_failure_message():
+    """Regression: rewording the message about a late rank lost the remedy."""
     source = "".join(path.read_text() for path in Path(failures.__file__).parent.glob("*.py"))
     assert [part for part in _REMEDIES if part not in source] == []
     for late in (failures.late([1], 3, 30.0), failures.late([1, 2], 3, 30.0)):
@@ -201,7 +201,7 @@ def test_every_remedy_is_for_a_message_of_the_ranks():
 
 
 def test_layers_are_skipped_on_all_ranks_if_one_rank_lacks_memory(monkeypatch):
-    """The other ranks went on to a collective that the rank without memory did not call."""
+    """Regression: the other ranks called a collective that the rank without memory did not."""
     n_free = iter((0, 1 << 40))
     monkeypatch.setattr(layers, "available_memory", lambda: next(n_free))
     setup = SimpleNamespace(args=ARGS, precision=Precision.plain("float32"), exact=True)
@@ -259,7 +259,7 @@ def test_a_rank_with_other_weights_is_named(tmp_path):
 
 
 def test_a_folder_of_thousands_of_files_is_compared(tmp_path, monkeypatch):
-    """The digests of more than 300 files did not fit into a record."""
+    """Regression: the digests of more than 300 files did not fit into a record."""
     setup = ModelSetup(LLMConfig(str(write_chat_folder(tmp_path / "model")), tp_size=2))
     digests = {f"model-{number:05}-of-02000.safetensors": "0" * 64 for number in range(2000)}
     monkeypatch.setattr(layers, "fingerprint", lambda _: digests)
@@ -268,7 +268,7 @@ def test_a_folder_of_thousands_of_files_is_compared(tmp_path, monkeypatch):
 
 
 def test_the_loss_of_a_rank_in_any_exchange_fails_a_check(monkeypatch):
-    """A check that has passed already cannot report the loss, and its line would be dropped."""
+    """The loss must fail a check that has not been reported yet: a second line would be dropped."""
     n_left = 0
 
     def lose_a_rank(comm: Communicator, check: Check) -> Check:
