@@ -51,17 +51,17 @@ class _Pending:
             usage=usage,
         )
 
-    @property
-    def is_prompt_only(self) -> bool:
-        """Whether only the prompt is asked for; the engine draws one token in any case."""
-        return self.body.max_tokens == 0
-
-    def usage(self, ended: Sequence[Completion]) -> Usage:
-        counted = [replace(each, tokens=()) for each in ended] if self.is_prompt_only else ended
-        return rendering.usage_of(self.answers, counted)
-
     def token_ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
         return ids if self.body.return_token_ids else UNSET
+
+    def shown(self, outputs: Sequence[Output]) -> list[Output]:
+        """The outputs as the response contains them: without tokens if max_tokens is 0.
+
+        The engine generates a token also for such a request.
+        """
+        if self.body.max_tokens != 0:
+            return list(outputs)
+        return [_without_tokens(output) for output in outputs]
 
     def index(self, number: int, choice: int) -> int:
         """The index of a choice among those of all prompts."""
@@ -81,6 +81,15 @@ class _Pending:
         vocabulary = self.context.inputs.tokenizer.vocabulary
         first = answer.request.prompt[0]
         return rendering.completion_logprobs(vocabulary, scored, first, self.body.logprobs, offset)
+
+
+def _without_tokens(output: Output) -> Output:
+    completion = output.completion
+    if completion is not None:
+        completion = replace(
+            completion, tokens=(), text="", finish_reason="length", stop_reason=None
+        )
+    return Output(output.key, output.choice, tokens=(), text="", completion=completion)
 
 
 async def complete(context: RequestContext, body: CompletionBody) -> Response:
@@ -151,9 +160,10 @@ def _as_list(body: CompletionBody) -> list[Prompt]:
 
 
 async def _whole(pending: _Pending) -> bytes:
+    outputs: list[list[Output]] = [[] for _ in pending.answers]
     try:
-        # All at once: outputs that nobody reads are limited in number.
-        outputs = await asyncio.gather(*(answer.whole() for answer in pending.answers))
+        async for number, new in _merge(pending.answers):
+            outputs[number] += pending.shown(new)
     finally:
         _abandon(pending)
     choices, completions_of_all = [], []
@@ -169,7 +179,9 @@ async def _whole(pending: _Pending) -> bytes:
             write = partial(_choice, pending, number, answer_outputs, completion, prompt)
             n_bytes = _n_bytes(pending, answer, completion)
             choices.append(await pending.context.serialize(write, n_bytes))
-    return pending.reply([], pending.usage(completions_of_all)).encode_with(choices)
+    return pending.reply([], rendering.usage_of(pending.answers, completions_of_all)).encode_with(
+        choices
+    )
 
 
 def _n_bytes(pending: _Pending, answer: Answer, completion: Completion) -> int:
@@ -185,16 +197,15 @@ def _choice(
     answer = pending.answers[number]
     reason, stop_reason = rendering.finish_reason(completion)
     scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
-    if not pending.is_prompt_only:
-        scored += rendering.logprobs_of(outputs, completion.choice)
+    scored += rendering.logprobs_of(outputs, completion.choice)
     offset = 0 if pending.body.echo else len(prompt)
     choice = CompletionChoice(
         index=pending.index(number, completion.choice),
-        text=prompt if pending.is_prompt_only else prompt + completion.text,
+        text=prompt + completion.text,
         logprobs=pending.logprobs(answer, scored, offset),
-        finish_reason="length" if pending.is_prompt_only else reason,
-        stop_reason=None if pending.is_prompt_only else stop_reason,
-        token_ids=pending.token_ids(() if pending.is_prompt_only else completion.tokens),
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        token_ids=pending.token_ids(completion.tokens),
         prompt_token_ids=pending.token_ids(answer.request.prompt),
     )
     return choice.encode()
@@ -206,7 +217,8 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
     shown: dict[int, int] = {}  # characters sent, by choice
     merged = _merge(pending.answers)
     try:
-        async for number, outputs in merged:
+        async for number, new in merged:
+            outputs = pending.shown(new)
             yield b"".join(
                 event(pending.reply([_piece(pending, number, output, shown)]).encode())
                 for output in outputs
@@ -214,7 +226,7 @@ async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
             ended += [output.completion for output in outputs if output.completion is not None]
         options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield event(pending.reply([], pending.usage(ended)).encode())
+            yield event(pending.reply([], rendering.usage_of(pending.answers, ended)).encode())
         yield DONE
     finally:
         await merged.aclose()
@@ -258,22 +270,19 @@ def _piece(
 ) -> CompletionChoice:
     answer, index = pending.answers[number], pending.index(number, output.choice)
     is_first = index not in shown
-    new_text, tokens = ("", ()) if pending.is_prompt_only else (output.text, output.tokens)
-    text = pending.prompt_text(answer) + new_text if is_first else new_text
+    text = pending.prompt_text(answer) + output.text if is_first else output.text
     offset = shown.get(index, 0)
     shown[index] = offset + len(text)
     reason, stop_reason = (
         (None, None) if output.completion is None else rendering.finish_reason(output.completion)
     )
-    if pending.is_prompt_only and reason is not None:
-        reason, stop_reason = "length", None
     return CompletionChoice(
         index=index,
         text=text,
         logprobs=pending.logprobs(answer, output.logprobs, offset) if output.logprobs else None,
         finish_reason=reason,
         stop_reason=stop_reason,
-        token_ids=pending.token_ids(tokens),
+        token_ids=pending.token_ids(output.tokens),
         prompt_token_ids=pending.token_ids(answer.request.prompt) if is_first else UNSET,
     )
 

@@ -11,7 +11,7 @@ from parallel_llama.errors import CheckpointError, UsageError, quoted
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, Stopped
 from parallel_llama.tokenizer.channels import ANSWER_ENDS, has_channels
 from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
-from parallel_llama.tokenizer.tokenizer import Tokenizer
+from parallel_llama.tokenizer.tokenizer import Tokenizer, longest_of
 
 # Tokens that end a turn in some models. A token is used if it is a special token of the model and
 # occurs in the template; the tokenizer's eos token is often the end of a document instead.
@@ -115,6 +115,7 @@ class JinjaChat:
             *special_ids,
             *(text for text in tokenizer.vocabulary.units if text.strip() and text in written),
         ]
+        self._longest = max(map(len, self._markup), default=0)
         self._roles = tuple(dict.fromkeys((*ROLES, *_QUOTED_WORD.findall(written))))
         ends = ANSWER_ENDS if has_channels(written) else _TURN_ENDS
         self.stop_ids = tokenizer.eos_ids | {
@@ -126,7 +127,7 @@ class JinjaChat:
         self._renderer.close()
 
     def encode(self, chat: Chat) -> list[int]:
-        cut = "" if chat.parse_special else self._unused_character(chat)
+        cut = "" if chat.parse_special else self._unused_in(chat)
         text = self.render(chat, cut)
         pieces = text.split(cut) if cut else [text]
         return self._tokenizer.encode_pieces(
@@ -154,20 +155,15 @@ class JinjaChat:
                 documents=self._plain(chat.documents, cut),
                 template_vars=self._plain(chat.template_vars, cut),
             )
-        if not chat.continues:
-            return self._render(template, chat)
-        *others, last = chat.messages
-        mark = self._unused_character(chat, cut)
-        text = self._render(template, replace(chat, messages=[*others, _with_end(last, mark)]))
-        return self._up_to(text, text_of(last).strip(), mark)
+        return self._begun(template, chat, cut) if chat.continues else self._render(template, chat)
 
-    def _unused_character(self, chat: Chat, other: str = "") -> str:
-        """A character that occurs neither in the chat nor in the template; not `other`."""
+    def _unused_in(self, chat: Chat, cut: str = "") -> str:
+        """A character that occurs neither in the chat nor in the template, and is not `cut`."""
         fields = (chat.messages, chat.tools, chat.documents, chat.template_vars)
-        taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text}
-        taken.update(*self._markup, other)
+        taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text, cut}
+        taken.update(*self._markup)
         # This does not find a noncharacter that is escaped in the JSON text of a call's arguments.
-        # If `encode` cuts at that character, it drops the character from the arguments.
+        # If `encode` cuts with that character, it drops it from the arguments.
         unused = next((char for char in _NONCHARACTERS if char not in taken), None)
         if unused is None:
             raise UsageError(
@@ -201,19 +197,49 @@ class JinjaChat:
                 )
             text = self._marks.sub(lambda match: f"{match[0][0]}{cut}{match[0][1:]}", text)
         # The beginning of markup at the end of a text could be completed by the template.
-        if beginning := self._beginnings.search(text):
-            text = f"{text[: beginning.end(1)]}{cut}{text[beginning.end(1) :]}"
+        if (end := self._end_of_beginning(text)) is not None:
+            text = f"{text[:end]}{cut}{text[end:]}"
         return text
 
-    def _up_to(self, text: str, answer: str, mark: str) -> str:
-        """The text of a conversation up to the `mark` after its last answer."""
-        text, found, _ = text.rpartition(mark)
-        if not found or not text.rstrip().endswith(answer):
+    def _end_of_beginning(self, text: str) -> int | None:
+        """Where a beginning of markup ends that has only whitespace after it; None without one.
+
+        Of several beginnings, this is the one that starts first, and of those the longest.
+        """
+        n_chars, n_stripped = len(text), len(text.rstrip())
+        for start in range(max(0, n_stripped - self._longest), n_chars):
+            if text[start] not in self._beginnings:
+                continue
+            last_end = min(start + self._longest, n_chars)
+            for end in range(last_end, max(start, n_stripped - 1), -1):
+                if text[start:end] in self._beginnings:
+                    return end
+        return None
+
+    def _begun(self, template: str, chat: Chat, cut: str) -> str:
+        """The text of a conversation up to the end of its last message, without trailing spaces.
+
+        As in transformers, the template gets that message with a mark at its end. The message's
+        text alone may also occur in the markup after it.
+        """
+        mark = self._unused_in(chat, cut)
+        *earlier, last = chat.messages
+        content = last["content"]
+        if isinstance(content, str):
+            answer, marked = content, content + mark
+        else:
+            *parts, last_part = content
+            answer = last_part["text"]
+            marked = [*parts, {**last_part, "text": answer + mark}]
+        chat = replace(chat, messages=[*earlier, {**last, "content": marked}])
+        before, found, _ = self._render(template, chat).rpartition(mark)
+        text = before.replace(mark, "").rstrip()
+        if not found or not text.endswith(answer.strip()):
             raise UsageError(
                 f"{self._source}: the chat template changes the text of the last message, so that "
                 "message cannot be continued"
             )
-        return text.rstrip()
+        return text
 
     def _render(self, template: str, chat: Chat) -> str:
         context = {
@@ -254,31 +280,17 @@ class JinjaChat:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._markup)) or "(?!)")
+        return re.compile(longest_of(self._markup))
 
     @cached_property
-    def _beginnings(self) -> re.Pattern[str]:
-        """Matches a beginning of markup at the end of a text, ignoring spaces."""
-        beginnings = {text[:n] for text in self._markup for n in range(1, len(text))}
-        longest_first = sorted(beginnings, key=len, reverse=True)
-        return re.compile(rf"({'|'.join(map(re.escape, longest_first)) or '(?!)'})\s*\Z")
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(text[:n] for text in self._markup for n in range(1, len(text)))
 
     def _begins_with_bos(self, text: str) -> bool:
         bos_id = self._tokenizer.bos_id
         return bos_id is not None and text.startswith(
             self._tokenizer.decode([bos_id], skip_special=False)
         )
-
-
-def _with_end(message: Message, end: str) -> Message:
-    """A message with text added to its content, or to the last text of its content."""
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": content + end}
-    parts = [*content]
-    last = max(number for number, part in enumerate(parts) if "text" in part)
-    parts[last] = {**parts[last], "text": parts[last]["text"] + end}
-    return {**message, "content": parts}
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:

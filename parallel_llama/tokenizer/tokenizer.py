@@ -3,13 +3,17 @@
 import codecs
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
+from os.path import commonprefix
 
 from parallel_llama.errors import UsageError
 
 MAX_PIECES = 1 << 20  # of a tokenizer file
+MAX_NESTING = 64  # groups in a regular expression; `re` recurses into each
 
 
 @dataclass(frozen=True)
@@ -134,14 +138,40 @@ class Tokenizer(ABC):
         return self.vocabulary.decode(ids, skip_special=skip_special)
 
 
+def longest_of(texts: Iterable[str]) -> str:
+    """A regular expression that matches the longest of some texts that a position begins with.
+
+    Empty texts never match. Texts with a common beginning share it in the expression, so that the
+    cost at a position depends on the length of the texts and not on their number.
+
+    >>> longest_of(["<a>", "<a", "<b>"])
+    '(?:<(?:a(?:>|)|b>))'
+    """
+    return f"(?:{_alternatives(sorted({*texts} - {''}), MAX_NESTING) or '(?!)'})"
+
+
+def _alternatives(texts: Sequence[str], nesting: int) -> str:
+    """Alternatives for sorted texts, in groups that are nested at most `nesting` deep."""
+    if nesting == 0:
+        return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+    branches = []
+    for _, group in groupby(filter(None, texts), key=itemgetter(0)):
+        same_start = list(group)
+        start = commonprefix(same_start)  # noqa: RUF071, of texts
+        ends = [text[len(start) :] for text in same_start]
+        rest = f"(?:{_alternatives(ends, nesting - 1)})" if len(ends) > 1 else ""
+        branches.append(re.escape(start) + rest)
+    if "" in texts:
+        branches.append("")  # last, so that a longer text matches first
+    return "|".join(branches)
+
+
 class SpecialTokens:
     """Matches special tokens in text, for tokenizers whose library does not."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
-        # Longest first, because a token may be a prefix of another.
-        texts = sorted(filter(None, ids), key=len, reverse=True)
-        self._pattern = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
+        self._pattern = re.compile(f"({longest_of(ids)})")
 
     def split(self, text: str) -> Iterator[str | int]:
         """Pieces of ordinary text (never empty) and ids of special tokens, in order.

@@ -162,10 +162,13 @@ def test_smollm2_equals_transformers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", ["It is", " It is \n", "hi", "end", "i", "|"])
+@pytest.mark.parametrize("answer", ["It is", " It is \n", "hi", "end", "i", "<|im_"])
 @pytest.mark.parametrize("smollm2_s_own", [True, False])
 def test_an_answer_that_is_continued_equals_transformers(renderer, smollm2_s_own, answer):
-    """The word stands in the question too, and one template trims what the other does not."""
+    """The word stands in the question too, and one template trims what the other does not.
+
+    The prompt ended inside the markup after the answer if the answer's text was part of it.
+    """
     oracle = smollm2_of_transformers()
     template = oracle.chat_template if smollm2_s_own else QWEN
     chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
@@ -174,6 +177,32 @@ def test_an_answer_that_is_continued_equals_transformers(renderer, smollm2_s_own
         messages, chat_template=template, tokenize=False, continue_final_message=True
     )
     assert chat.render(Chat(messages, continues=True)) == expected.rstrip()
+
+
+PARTS_ONLY = """
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+    {%- for part in message.content %}{{ part if part is string else part.text }}{% endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("texts", [("So ", "it is"), ("a", "end "), ("i",), ("a", "")])
+def test_continued_text_parts_equal_transformers(renderer, texts):
+    chat = JinjaChat(PARTS_ONLY, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    parts = [{"type": "text", "text": text} for text in texts]
+    messages = [*USER, {"role": "assistant", "content": parts}]
+    expected = smollm2_of_transformers().apply_chat_template(
+        messages, chat_template=PARTS_ONLY, tokenize=False, continue_final_message=True
+    )
+    assert chat.render(Chat(messages, continues=True)) == expected.rstrip()
+
+
+def test_continued_answer_that_the_template_writes_twice_ends_at_the_second(renderer):
+    template = "{{ messages[-1].content }}, {{ messages[-1].content }}!"
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    messages = [*USER, {"role": "assistant", "content": "a"}]
+    assert chat.render(Chat(messages, continues=True)) == "a, a"
 
 
 def test_an_answer_that_the_template_changes_cannot_be_continued(renderer):

@@ -2,12 +2,17 @@
 
 import json
 import random
+import re
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tekken_files import write_tekken
 from tokenizer_data import (
     LLAMA3,
@@ -23,7 +28,13 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from parallel_llama.errors import UsageError
-from parallel_llama.tokenizer import Chat, Tokenizer, load_chat_template, load_tokenizer
+from parallel_llama.tokenizer import (
+    Chat,
+    Tokenizer,
+    Vocabulary,
+    load_chat_template,
+    load_tokenizer,
+)
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 
 TEMPLATE = (
@@ -160,11 +171,56 @@ def test_other_texts_are_the_same_tokens_with_and_without_it(kind):
         assert chat.encode(Chat(given, parse_special=False)) == chat.encode(Chat(given))
 
 
-def test_an_answer_that_has_begun_goes_on_without_it():
-    chat, tokenizer, _, closing = made("gguf")
-    begun = [*user("hi"), {"role": "assistant", "content": f"So {closing} it"}]
+@pytest.mark.parametrize("text", ["So {} it", "{}", "end", "i", "<|im_"])
+def test_an_answer_that_has_begun_goes_on_without_it(text):
+    chat, tokenizer, opening, closing = made("gguf")
+    answer = text.format(closing)
+    begun = [*user("hi"), {"role": "assistant", "content": answer}]
     ids = chat.encode(Chat(begun, continues=True, parse_special=False))
-    assert tokenizer.decode(ids, skip_special=False).endswith(f"So {closing} it")
+    assert tokenizer.decode(ids, skip_special=False).endswith(f"{opening}assistant\n{answer}")
+
+
+def chat_with(*markup: str) -> JinjaChat:
+    """A chat format of a tokenizer that has these special tokens."""
+    vocabulary = Vocabulary([], {text: id for id, text in enumerate(markup)})
+    tokenizer = SimpleNamespace(vocabulary=vocabulary, eos_ids=frozenset())
+    return JinjaChat("", tokenizer, {}, "a model")
+
+
+@settings(max_examples=500)
+@given(
+    st.sets(st.text("<a> \n|", min_size=2, max_size=6), max_size=8),
+    st.lists(st.text("<a> \n|", max_size=6), max_size=4),
+    st.data(),
+)
+def test_markup_is_cut_as_by_alternations_of_all_texts(markup, texts, data):
+    """The expressions tried every special token of the model at each position."""
+    markup = sorted(markup, key=len, reverse=True)
+    pieces = st.sampled_from([*markup, *texts, "a"])
+    text = "".join(data.draw(st.lists(pieces, max_size=6)))
+    marks = re.compile("|".join(map(re.escape, markup)) or "(?!)")
+    starts = {mark[:n] for mark in markup for n in range(1, len(mark))}
+    start = "|".join(map(re.escape, sorted(starts, key=len, reverse=True))) or "(?!)"
+    expected = text
+    while marks.search(expected):
+        expected = marks.sub(lambda mark: f"{mark[0][0]}#{mark[0][1:]}", expected)
+    if found := re.search(rf"({start})\s*\Z", expected):
+        expected = f"{expected[: found.end(1)]}#{expected[found.end(1) :]}"
+    assert chat_with(*markup)._plain(text, "#") == expected
+
+
+def test_cost_of_cutting_does_not_grow_with_the_number_of_special_tokens():
+    """1 MB of this text kept Python's lock for seconds if a model had 1,000 special tokens."""
+
+    def cost_s(n: int) -> float:
+        chat, costs_s = chat_with(*(f"<SPECIAL_{id}>" for id in range(n))), []
+        for _ in range(4):
+            began_s = time.thread_time()
+            chat._plain("<SPECIAL_" * 20_000, "#")
+            costs_s.append(time.thread_time() - began_s)
+        return min(costs_s)
+
+    assert cost_s(1000) < 20 * cost_s(10)
 
 
 def test_a_special_token_of_one_character_is_refused_and_not_passed_on():

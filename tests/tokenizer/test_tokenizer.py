@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -13,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
 from sentencepiece import SentencePieceProcessor
 from tokenizer_data import (
@@ -32,6 +35,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import load_tokenizer
+from parallel_llama.tokenizer import tokenizer as tokenizer_module
 from parallel_llama.tokenizer.tiktoken_ranks import MAX_RUN
 from parallel_llama.tokenizer.tokenizer import SpecialTokens
 from parallel_llama.tokenizer.tokenizer_json import BuiltEncoder
@@ -410,6 +414,42 @@ def test_the_longest_special_token_at_a_place_is_taken():
     tokens = SpecialTokens({"<a": 1, "<a>": 2, "": 3})
     assert list(tokens.split("x<a><ay")) == ["x", 2, 1, "y"]
     assert list(SpecialTokens({}).split("x")) == ["x"]
+
+
+@settings(max_examples=500)
+@given(
+    st.sets(st.text("<ab|>", min_size=1, max_size=6), min_size=1, max_size=12),
+    st.integers(0, 4),
+    st.data(),
+)
+def test_special_tokens_are_split_as_by_an_alternation_of_all_texts(texts, nesting, data):
+    ids = {text: id for id, text in enumerate(sorted(texts))}
+    pieces = data.draw(st.lists(st.sampled_from([*ids, "<", "a", "x"]), max_size=12))
+    pattern = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
+    expected = [ids.get(part, part) for part in re.split(f"({pattern})", "".join(pieces)) if part]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "MAX_NESTING", nesting)
+        assert list(SpecialTokens(ids).split("".join(pieces))) == expected
+
+
+def test_special_tokens_that_begin_with_each_other_may_be_many():
+    """Nested groups exceeded the recursion limit of `re`."""
+    tokens = SpecialTokens({"a" * n: n for n in range(1, 500)})
+    assert list(tokens.split("a" * 700 + "b")) == [499, 201, "b"]
+
+
+def test_cost_of_splitting_does_not_grow_with_the_number_of_special_tokens():
+    """1 MB of this text kept Python's lock for seconds if a model had 1,000 special tokens."""
+
+    def cost_s(n: int) -> float:
+        tokens, costs_s = SpecialTokens({f"<SPECIAL_{id}>": id for id in range(n)}), []
+        for _ in range(4):
+            began_s = time.thread_time()
+            list(tokens.split("<SPECIAL_" * 20_000))
+            costs_s.append(time.thread_time() - began_s)
+        return min(costs_s)
+
+    assert cost_s(1000) < 20 * cost_s(10)
 
 
 # Files that mean harm.
