@@ -77,8 +77,8 @@ def same(found: Completion, expected: Completion) -> bool:
     return (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
 
 
-def test_each_of_32_sequences_with_8_adapters_has_the_bits_of_a_run_alone(llm, base):
-    """A sequence without an adapter has those of a program without adapters."""
+def test_batch_with_8_adapters_has_same_bits_as_separate_runs(llm, base):
+    """Sequences without an adapter have the bits of an LLM without adapters."""
     together = llm.generate(prompts(), PARAMS, adapter=names())
     alone = [
         llm.generate(prompt, PARAMS, adapter=name)[0]
@@ -91,10 +91,10 @@ def test_each_of_32_sequences_with_8_adapters_has_the_bits_of_a_run_alone(llm, b
     assert equal == [name is None for name in names()]
 
 
-def test_steps_with_adapters_have_one_recording_beside_that_of_steps_without(llm, adapters):
-    """It is replayed for any adapters, also for one that was loaded since; see test_low_rank.
+def test_steps_with_and_without_adapters_have_one_recording_each(llm, adapters):
+    """A recording is replayed for any adapter, also for one loaded later; see test_low_rank.
 
-    Steps with adapters ran operator by operator, in 1.6 to 2.9 times the time.
+    Regression: steps with adapters ran operator by operator and took 1.6 to 2.9 times as long.
     """
     calls = llm.engine.runner._calls
     llm.generate([[5, 6, 7]] * 3, PARAMS)
@@ -110,8 +110,8 @@ def test_steps_with_adapters_have_one_recording_beside_that_of_steps_without(llm
     assert calls._steps[3, True] is recorded and calls._steps[3, False] is plain
 
 
-def test_requests_with_different_adapters_share_no_blocks_of_the_prefix_cache(llm):
-    """A name must not be mistaken for a salt either."""
+def test_different_adapters_share_no_prefix_cache_blocks(llm):
+    """The name of an adapter must not match an equal cache salt either."""
     prompt, one = [9] * 50, SamplingParams(max_tokens=1)
     salted = SamplingParams(max_tokens=1, cache_salt="adapter2")
 
@@ -124,7 +124,7 @@ def test_requests_with_different_adapters_share_no_blocks_of_the_prefix_cache(ll
 
 
 def test_drafts_and_scored_prompts_use_the_adapter(llm, base, adapters, tmp_path):
-    """Log-probabilities of the prompt, and a text that repeats itself, as of the merged weights."""
+    """Compares with the merged weights; the prompt repeats itself, so that there are drafts."""
     ranks = {name: load_file(f"{folder}/adapter_model.safetensors") for name, folder in
              adapters.items()}  # fmt: skip
     n_rank = next(t for n, t in ranks["adapter4"].items() if "lora_A" in n).shape[0]
@@ -144,7 +144,7 @@ def test_drafts_and_scored_prompts_use_the_adapter(llm, base, adapters, tmp_path
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-3)
 
 
-def test_every_way_to_generate_takes_an_adapter(llm):
+def test_generate_stream_and_chat_accept_an_adapter(llm):
     expected = llm.generate("Once", PARAMS, adapter="adapter3")[0].text
     assert expected != llm.generate("Once", PARAMS)[0].text
     assert "".join(llm.stream("Once", PARAMS, adapter="adapter3")) == expected
@@ -153,8 +153,7 @@ def test_every_way_to_generate_takes_an_adapter(llm):
     assert replies[0] != replies[1]
 
 
-def test_a_text_is_scored_with_an_adapter(llm):
-    """With the bits of a request that has prompt_logprobs."""
+def test_score_with_adapter_equals_prompt_logprobs(llm):
     tokens, params = prompts()[20], SamplingParams(max_tokens=1, prompt_logprobs=0)
     scores = []
     for name in (None, "adapter3", "adapter6"):
@@ -196,7 +195,7 @@ def test_an_unknown_adapter_is_refused_before_anything_runs(llm):
         ({"a": "nowhere"}, "adapter 'a': nowhere: not a folder"),
     ],
 )
-def test_a_wrong_value_of_adapters_is_refused(base, adapters, expected):
+def test_invalid_adapters_argument_is_refused(base, adapters, expected):
     with pytest.raises(UsageError, match=expected):
         LLM(str(base), adapters=adapters)
 
@@ -218,7 +217,7 @@ def test_memory_of_adapters_counts_as_weights(llm, base):
 
 
 class PagedOps(TorchOps):
-    """torch's operators, called as those of a GPU are."""
+    """torch's operators, called with block tables as on a GPU."""
 
     is_paged = True
 
@@ -246,15 +245,15 @@ def tokens_of(base: Path, adapters: dict[str, str], ops: TorchOps, recorder: Rec
     return found
 
 
-def test_steps_on_a_gpu_use_no_graph_for_an_adapter(base, adapters):
-    """Block tables, sampling on the device, and steps that are launched before tokens are read."""
+def test_paged_steps_with_adapters_replay_no_graph(base, adapters):
+    """Covers block tables, sampling on the device, and steps launched before tokens are read."""
     recorder = Recorded()
     paged = tokens_of(base, adapters, PagedOps(), recorder)
-    assert 0 < recorder.n_replays < 10  # the second requests alone
+    assert 0 < recorder.n_replays < 10  # only the steps of the requests without adapters
     assert paged == tokens_of(base, adapters, TorchOps(), Recorded())
 
 
-def test_a_flipped_bit_of_an_adapter_is_found(llm):
+def test_integrity_check_finds_a_flipped_bit_in_an_adapter(llm):
     check = IntegrityCheck(llm.engine.runner.model, (), Solo(), exact=True)
     check.compare_memory()
     pair = llm.engine.runner.model.layers[1].attention.wqkv.low_ranks["adapter3"][1]
@@ -264,7 +263,7 @@ def test_a_flipped_bit_of_an_adapter_is_found(llm):
     pair.b[2, 1] *= -1
 
 
-def test_a_step_of_several_ranks_needs_no_other_exchange(base, adapters):
+def test_adapters_add_no_collectives_to_a_step(base, adapters):
     """The low-rank product of a row-parallel layer is part of its partial sum."""
 
     def counts(comm: ThreadComm, name: str | None) -> object:
@@ -279,7 +278,7 @@ def test_a_step_of_several_ranks_needs_no_other_exchange(base, adapters):
 
 
 def test_an_adapter_is_loaded_and_unloaded_while_requests_run(llm, adapters):
-    """Its name may return with other weights, which find no blocks of the earlier ones."""
+    """A name can be reused for other weights, which find no cached blocks of the old weights."""
     prompt = [8] * 40
 
     def answer(name: str | None) -> Completion:
@@ -299,8 +298,8 @@ def test_an_adapter_is_loaded_and_unloaded_while_requests_run(llm, adapters):
     assert not any("new" in layer.low_ranks for _, layer in _layers(llm.engine.runner.model))
 
 
-def test_adapters_that_were_loaded_and_dropped_keep_no_memory(llm, base):
-    """The system gets the memory of each back, of 50 adapters with 0.7 MB."""
+def test_unloaded_adapters_free_their_memory(llm, base):
+    """Loads and unloads an adapter of 0.7 MB 50 times."""
     folder = write_adapter(
         base.parent / "large", base, LINEAR, lambda _: 96, r=96, target_modules="all-linear"
     )
@@ -327,7 +326,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def test_wrong_changes_of_adapters_are_refused(llm, base, adapters):
+def test_invalid_adapter_loads_and_unloads_are_refused(llm, base, adapters):
     folder = adapters["adapter1"]
     with pytest.raises(UsageError, match="'adapter1' is loaded already; unload it first"):
         llm.load_adapter("adapter1", folder)
@@ -349,8 +348,8 @@ def test_wrong_changes_of_adapters_are_refused(llm, base, adapters):
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-def test_all_ranks_load_an_adapter_or_none_does(base, adapters, monkeypatch, is_missing):
-    """A folder that one rank cannot read is an error of rank 0, and the ranks go on."""
+def test_adapter_is_loaded_on_all_ranks_or_on_none(base, adapters, monkeypatch, is_missing):
+    """If one rank cannot read the folder, rank 0 raises an error and all ranks continue."""
     own = threading.local()
     monkeypatch.setattr(rank_rpc, "expanded", lambda folder: own.parent / Path(folder).name)
 

@@ -69,7 +69,7 @@ def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Tests set how many there are."""
+    """Restores the number of threads, which tests change."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -91,7 +91,7 @@ def make_runner(
 
 
 def make_prompt(rng: random.Random, n: int) -> tuple[int, ...]:
-    """With a part that repeats, so that some guesses are right."""
+    """A prompt with a part that repeats, so that some drafts are right."""
     part = [rng.randrange(101) for _ in range(7)]
     return tuple([rng.randrange(101) for _ in range(n - n // 3)] + (part * n)[: n // 3])
 
@@ -122,7 +122,7 @@ def differences(
     seed: int,
     n_mixes: int,
 ) -> list[str]:
-    """Where requests got in some mixes anything else than alone; every rank calls it."""
+    """The mixes in which a request's result differs from its result alone; every rank calls it."""
     runner, rng, found = make_runner(comm, args, *formats), random.Random(seed), []
     for mix in range(n_mixes):
         prompt = make_prompt(rng, rng.randint(25, 170))
@@ -132,7 +132,7 @@ def differences(
         block_size, step_tokens = rng.choice([1, 4, 16]), rng.choice([3, 11, 40, 64, 200])
         engine = make_engine(runner, 900 // block_size, block_size, step_tokens, rng.choice([0, 8]))
         n_hit = len(prompt) - rng.randint(1, 20)
-        if rng.random() < 0.6:  # what they share is found again
+        if rng.random() < 0.6:  # the common prefix is found in the cache
             run(engine, [make_request(0, prompt[:n_hit] + make_prompt(rng, 9), 1)])
         others = [make_prompt(rng, rng.randint(1, 70)) for _ in range(rng.randint(0, 4))]
         requests = [make_request(number, each) for number, each in enumerate(others, 1)]
@@ -152,19 +152,19 @@ def _models() -> list[tuple[str, tuple[str, str, str | None]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "formats"), _models(), ids=str)
-def test_log_probabilities_are_the_same_to_the_last_bit_however_a_prompt_is_cut(name, formats):
+def test_logprobs_are_bitwise_equal_in_any_batch_and_chunking(name, formats):
     assert differences(Solo(), MODELS[name], formats, seed=0, n_mixes=3) == []
 
 
 @pytest.mark.parametrize("formats", [FORMATS[0], FORMATS[4], FORMATS[8]], ids=str)
 @pytest.mark.parametrize("tp_size", [3])
-def test_log_probabilities_are_the_same_to_the_last_bit_on_several_ranks(tp_size, formats):
+def test_logprobs_are_bitwise_equal_in_any_batch_on_several_ranks(tp_size, formats):
     results = run_on_threads(tp_size, differences, ARGS, formats, 1, 3)
     assert results == [[]] * tp_size
 
 
 class _Limits:
-    """Limits on the threads of kernels that follow each other, in place of a `ThreadLimit`."""
+    """Replaces a `ThreadLimit`: gives successive kernels these limits on their threads in turn."""
 
     def __init__(self, *limits: int) -> None:
         self._limits = cycle(limits)
@@ -174,10 +174,10 @@ class _Limits:
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
-def test_log_probabilities_are_the_same_to_the_last_bit_if_kernels_use_fewer_threads(
+def test_logprobs_are_bitwise_equal_when_kernels_use_fewer_threads(
     quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill and decode, which is recorded for all threads, while the cores become busy."""
+    """Covers prefill, and decode steps that were recorded for all threads."""
     torch.set_num_threads(3)
     runner = make_runner(Solo(), ARGS, "float32", quant, None)
     answers = []

@@ -9,13 +9,13 @@ from parallel_llama.engine.block_pool import BlockPool, OutOfBlocks, prefix_keys
 
 
 class Ownership(RuleBasedStateMachine):
-    """Sequences that come, grow, share, publish and go, beside a plain model of who owns what."""
+    """Sequences take, share, publish and release blocks; a simple model records the owners."""
 
     @initialize(n_blocks=st.integers(1, 24))
     def start(self, n_blocks: int) -> None:
         self.pool = BlockPool(n_blocks, 4)
         self.owned: list[list[int]] = []
-        self.written: dict[int, bytes] = {}  # what a block's owner put there last
+        self.written: dict[int, bytes] = {}  # key of each block, if published since it was taken
         self.n_keys = 0
 
     @rule(n=st.integers(1, 8), room=st.integers(0, 12))
@@ -100,7 +100,7 @@ TestOwnership = Ownership.TestCase
 TestOwnership.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
-def test_sequences_that_fit_together_are_each_consecutive_however_they_grow():
+def test_sequences_that_fit_together_each_get_consecutive_blocks():
     pool, rooms = BlockPool(60, 4), [10, 30, 5, 15]
     blocks = [pool.take(1, room=room) for room in rooms]
     for _ in range(30):
@@ -112,7 +112,7 @@ def test_sequences_that_fit_together_are_each_consecutive_however_they_grow():
     assert pool.n_free == 0
 
 
-def test_sequences_stay_consecutive_when_the_pool_is_full_of_cached_ones():
+def test_blocks_stay_consecutive_in_a_pool_full_of_cached_blocks():
     pool = BlockPool(128, 4)
     for number in range(16):
         blocks = pool.take(8)
@@ -127,14 +127,14 @@ def test_sequences_stay_consecutive_when_the_pool_is_full_of_cached_ones():
     assert all(own == list(range(own[0], own[0] + 8)) for own in sequences)
 
 
-def test_a_promise_is_given_to_others_before_anything_is_refused():
+def test_promised_blocks_are_given_to_others_before_take_fails():
     pool = BlockPool(8, 4)
     first = pool.take(1, room=8)
     assert first[0] + 1 not in pool.take(1, room=2)
     assert len(pool.take(6)) == 6
 
 
-def test_a_promise_ends_with_its_sequence():
+def test_promise_ends_when_its_sequence_is_released():
     pool = BlockPool(8, 4)
     pool.release(pool.take(1, room=8))
     assert pool.take(8, room=8) == list(range(8))
@@ -157,7 +157,7 @@ def test_the_tail_of_the_least_recently_used_sequence_is_evicted_first():
     assert pool.lookup([b"a\0", b"a\1"]) == again[:1]
 
 
-def test_the_first_block_of_a_key_stays_the_one_that_is_found():
+def test_lookup_returns_first_block_published_under_a_key():
     pool = BlockPool(3, 4)
     first, second = pool.take(2)
     pool.publish(first, b"key")
@@ -167,7 +167,7 @@ def test_the_first_block_of_a_key_stays_the_one_that_is_found():
     assert (pool.n_used, pool.n_cached, pool.n_free) == (1, 0, 2)
 
 
-def test_releasing_twice_or_acquiring_a_free_block_is_an_error_and_changes_nothing():
+def test_double_release_or_acquire_of_free_block_raises_and_changes_nothing():
     pool = BlockPool(3, 4)
     blocks = pool.take(2)
     pool.release(blocks[:1])
@@ -179,10 +179,10 @@ def test_releasing_twice_or_acquiring_a_free_block_is_an_error_and_changes_nothi
     assert pool.n_free == 3
 
 
-def test_keys_stand_for_all_tokens_before_them_and_for_the_context():
+def test_prefix_keys_depend_on_all_earlier_tokens_and_the_context():
     keys = prefix_keys([1, 2, 3, 4, 5], 2, b"")
     assert len(keys) == 2
     assert prefix_keys([1, 2, 3, 4], 2, b"") == keys
     assert prefix_keys([9, 2, 3, 4], 2, b"")[1] != keys[1]
     assert prefix_keys([1, 2, 3, 4], 2, b"salt") != keys
-    assert prefix_keys([3, 4], 2, keys[0])[0] != keys[1]  # no context passes for a block's key
+    assert prefix_keys([3, 4], 2, keys[0])[0] != keys[1]  # a context is not a block key

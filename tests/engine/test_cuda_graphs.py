@@ -39,7 +39,7 @@ from parallel_llama.sampling.draw import SampledToken
 from parallel_llama.sampling.pending import PendingDraws
 
 GREEDY, PLAIN = [SamplingParams()], [SamplingParams(temperature=1.2, n=2)]
-# Greedy tokens, and tokens of all that there are.
+# Greedy tokens, and tokens drawn from the whole vocabulary.
 BEST = [*GREEDY, *PLAIN, SamplingParams(temperature=0.4)]
 FILTERED = [
     SamplingParams(temperature=1.5, top_k=9),
@@ -52,7 +52,7 @@ CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm", "gpt_o
 
 
 class PagedOps(TorchOps):
-    """torch's operators, as a device would have them told."""
+    """torch's operators, called with block tables as on a GPU."""
 
     is_paged = True
 
@@ -62,9 +62,9 @@ def paged_ops(args: ModelArgs) -> PagedOps:
 
 
 def run(comm: Communicator, args: ModelArgs, seeds: range, *, records: bool) -> int:
-    """Mixes of requests, none of whom gets anything but what it gets alone.
+    """Run mixes of requests, and check that each request has the result that it has alone.
 
-    Returns: how many steps were graphs.
+    Returns: the number of steps that replayed a graph.
     """
     runner, recorded = make_runner(comm, args, ops=paged_ops(args)), Recorded()
     for seed in seeds:
@@ -77,7 +77,7 @@ def run(comm: Communicator, args: ModelArgs, seeds: range, *, records: bool) -> 
 
 
 def asking(mix: Mix, ways: Sequence[SamplingParams]) -> Mix:
-    """The same requests, each token being drawn in one of these ways."""
+    """The same requests, with these sampling parameters in turn."""
     guests = []
     for number, guest in enumerate(mix.guests):
         params = replace(ways[number % len(ways)], max_tokens=guest.request.params.max_tokens)
@@ -86,7 +86,7 @@ def asking(mix: Mix, ways: Sequence[SamplingParams]) -> Mix:
 
 
 def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one for each step that is launched ahead, on any rank."""
+    """A list that grows by one item for each step that is launched ahead, on any rank."""
     launched: list[int] = []
     launch = ModelRunner.step_ahead
 
@@ -113,7 +113,7 @@ def run_ahead(comm: Communicator, seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize(("local_rope_theta", "n_tables"), [(None, 1), (5e3, 2)])
-def test_groups_of_layers_that_rotate_alike_have_one_table(local_rope_theta, n_tables):
+def test_kv_groups_with_the_same_rope_share_one_rotary_table(local_rope_theta, n_tables):
     args = replace(HYBRID, local_rope_theta=local_rope_theta)
     rotations = make_runner(Solo(), args, ops=paged_ops(args))._rotations
     assert rotations is not None and len(rotations) == 2
@@ -121,8 +121,8 @@ def test_groups_of_layers_that_rotate_alike_have_one_table(local_rope_theta, n_t
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID], ids=["full", "windows"])
-def test_rotary_tables_are_as_long_as_the_cache_and_are_counted(args):
-    """A context of 1M tokens took 512 MB for each table, which no plan counted."""
+def test_rotary_tables_fit_the_cache_and_count_as_working_memory(args):
+    """Regression: a context of 1M tokens took 512 MB for each table, and no plan counted them."""
 
     def table_bytes(context: int, n_blocks: int) -> int:
         own = replace(args, max_seq_len=context)
@@ -141,7 +141,7 @@ def test_rotary_tables_are_as_long_as_the_cache_and_are_counted(args):
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID])
-def test_every_request_gets_what_it_gets_alone_where_operators_read_blocks(args):
+def test_results_in_a_mix_equal_results_alone_with_paged_operators(args):
     assert run(Solo(), args, range(4), records=False) == 0
 
 
@@ -153,13 +153,13 @@ def test_every_request_gets_what_it_gets_alone_where_operators_read_blocks(args)
         pytest.param(ARGS, marks=pytest.mark.slow),
     ],
 )
-def test_every_request_gets_what_it_gets_alone_where_steps_are_recorded(args):
+def test_results_in_a_mix_equal_results_alone_with_recorded_steps(args):
     assert run(Solo(), args, range(4), records=True) > 20
 
 
 @pytest.mark.parametrize("records", [False, True])
 def test_a_runner_is_freed_with_its_last_reference(records):
-    """Its graphs held one of its methods, and the collector does not look at what start froze."""
+    """Regression: graphs referred to the runner, and gc skips objects frozen at the start."""
     runner = make_runner(Solo(), ARGS, ops=paged_ops(ARGS))
     if records:
         runner.record(Recorded())
@@ -175,7 +175,7 @@ def test_a_runner_is_freed_with_its_last_reference(records):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [3, 7])
-def test_ranks_replay_the_same_steps(tp_size):
+def test_all_ranks_replay_recorded_steps(tp_size):
     assert min(run_on_threads(tp_size, run, ARGS, range(2), records=True)) > 20
 
 
@@ -192,9 +192,7 @@ def test_ranks_replay_the_same_steps(tp_size):
     ],
     ids=["plain", "all recorded", "windows", "windows all", "experts", "experts filtered"],
 )
-def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
-    monkeypatch, args, records, ways
-):
+def test_steps_launched_before_tokens_are_read_change_no_result(monkeypatch, args, records, ways):
     """Requests end, are cancelled and arrive while their next step is already in flight."""
     launched = count_launches(monkeypatch)
     runner = make_runner(Solo(), args, ops=paged_ops(args))
@@ -217,8 +215,8 @@ def test_ranks_launch_the_same_steps_ahead(monkeypatch, tp_size):
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_a_step_that_went_on_from_no_token_is_taken_again(monkeypatch, tp_size):
-    """So few candidates do not settle what hot rows keep; that is known when they are read."""
+def test_step_launched_from_an_undecided_token_is_run_again(monkeypatch, tp_size):
+    """With 10 candidates some rows are undecided, which shows only when the draws are read."""
     monkeypatch.setattr("parallel_llama.sampling.pending.N_CANDIDATES", 10)
     settled: list[bool] = []
     read = PendingDraws.read
@@ -236,7 +234,7 @@ def test_a_step_that_went_on_from_no_token_is_taken_again(monkeypatch, tp_size):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_ranks_do_without_the_graphs_that_one_of_them_cannot_record(caplog, rank):
+def test_all_ranks_skip_graphs_that_one_rank_cannot_record(caplog, rank):
     """A rank that alone replayed a graph would wait for the other ranks."""
 
     def run_partly(comm: Communicator) -> tuple[list[str], list[int]]:
@@ -245,7 +243,7 @@ def test_ranks_do_without_the_graphs_that_one_of_them_cannot_record(caplog, rank
 
         def record(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
             if comm.rank == rank and asked[-1] == 4:
-                step()  # which runs before it is recorded
+                step()  # a step runs once before it is recorded
                 raise RuntimeError("operation not permitted when stream is capturing")
             return recorded(step)
 

@@ -1,4 +1,4 @@
-"""A draft model changes how many steps an answer takes, and no token of it."""
+"""A draft model changes the number of steps of a completion, and none of its tokens."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,19 +38,19 @@ GREEDY = SamplingParams(max_tokens=40)
         (3, ARGS, ARGS, 1, range(970, 980)),
         (5, ARGS, SMALL, 7, range(980, 990)),
         (1, HYBRID, SMALL_HYBRID, 7, range(900, 920)),
-        (1, HYBRID, ARGS, 7, range(920, 930)),  # drafts share the table of all keys
+        (1, HYBRID, ARGS, 7, range(920, 930)),  # drafts share the block table of full attention
         (3, HYBRID, HYBRID, 1, range(930, 940)),
     ],
 )
-def test_no_draft_changes_a_token(tp_size, args, draft, seed, seeds):
-    """With preemption, prefix hits, prompts in pieces, penalties, filters and several choices."""
+def test_draft_model_changes_no_token(tp_size, args, draft, seed, seeds):
+    """Covers preemption, prefix hits, chunked prompts, penalties, filters and several choices."""
     own = partial(make_draft_model, draft=draft, args=args, seed=seed)
     assert not run_on_threads(tp_size, run_mixes, seeds, args, draft_model=own)[0]
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID])
 def test_a_model_accepts_its_own_drafts(args):
-    """So the draft model sees the sequence that the model sees, and samples as the model does."""
+    """So the draft model sees the same sequence as the model, and samples in the same way."""
     runner, drafts = make_runner(Solo(), args), make_draft_model(Solo(), args, args, seed=1)
     n_drafts = n_accepted = n_prefix = n_preempted = 0
     for seed in range(700, 740):
@@ -85,8 +85,7 @@ def test_drafts_save_steps():
 
 
 @pytest.mark.parametrize("has_nan", [True, False], ids=["nan", "padding"])
-def test_wrong_numbers_of_a_draft_model_draft_nothing(has_nan):
-    """NaN, or tokens that the model does not have."""
+def test_draft_model_with_nan_or_unknown_tokens_drafts_nothing(has_nan):
     runner = make_runner(Solo(), SMALL)
     drafts = DraftModel(runner, (0,), ARGS.vocab_size if has_nan else 0, 0.1)
     if has_nan:
@@ -111,12 +110,12 @@ def test_wrong_numbers_of_a_draft_model_draft_nothing(has_nan):
         (replace(HYBRID, full_layers=()), ARGS, "attend to all tokens, and no layer"),
     ],
 )
-def test_a_draft_model_that_does_not_fit_is_refused(args, draft, error):
+def test_incompatible_draft_model_is_refused(args, draft, error):
     with pytest.raises(UsageError, match=error):
         shared_tables(args, draft)
 
 
-def test_the_better_and_the_cheaper_the_drafts_the_more():
+def test_draft_budget_rises_with_accuracy_and_falls_with_cost():
     found = []
     for relative_cost in (0.02, 0.2, 0.9):
         for n_kept in (8, 4, 0):

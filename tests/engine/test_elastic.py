@@ -196,7 +196,7 @@ def test_sequence_that_no_longer_fits_after_a_loss_is_not_scored(folder, monkeyp
 
 
 class Counting(Checkpoint):
-    """A checkpoint that adds up the rows that are read from it."""
+    """A checkpoint that counts the rows that are read."""
 
     def __init__(self, inner: Checkpoint) -> None:
         super().__init__(inner.args, "interleaved")
@@ -245,9 +245,7 @@ def bytes_of(runner: ModelRunner) -> dict[str, Tensor]:
         ("int8", BIASED, False),
     ],
 )
-def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
-    tmp_path, model, quant, exact
-):
+def test_reload_copies_weights_a_rank_holds_and_reads_the_others(tmp_path, model, quant, exact):
     files = find_model(str(write_hf(model, tmp_path)))
     args = load_model_args(files)
     precision = make_precision(args, "float32", "cpu", quant, None)
@@ -284,7 +282,7 @@ def test_weights_that_a_rank_holds_are_copied_and_the_others_are_read(
         ({"elastic": True, "spares": -1}, "spares=-1: use a whole number"),
     ],
 )
-def test_elastic_is_refused_where_ranks_cannot_go_on(settings, message):
+def test_invalid_elastic_settings_are_refused(settings, message):
     with pytest.raises(UsageError, match=message):
         LLMConfig(**settings)
 
@@ -292,7 +290,7 @@ def test_elastic_is_refused_where_ranks_cannot_go_on(settings, message):
 @pytest.mark.parametrize(
     ("size", "spares", "message"), [(1, 1, "with one rank"), (2, 1023, "more than 1024 processes")]
 )
-def test_spares_are_refused_without_a_rank_to_replace_and_beyond_the_limit(size, spares, message):
+def test_spares_with_one_rank_or_too_many_processes_are_refused(size, spares, message):
     with pytest.raises(UsageError, match=message):
         require_spares(spares, size)
 
@@ -303,9 +301,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests_of(llm: LLM) -> list[Request]:
-    """Greedy and sampled ones, with grammars, log-probabilities, stop strings and choices.
+    """Greedy and sampled requests, with a grammar, log-probabilities, stop strings and choices.
 
-    They are few, because many are decoded without drafts.
+    The requests are few, because a large batch is decoded without drafts.
     """
     params = (
         SamplingParams(max_tokens=300, prompt_logprobs=1, logprobs=0, ignore_eos=True),
@@ -340,7 +338,7 @@ def outputs_of(llm: LLM, at_token: Callable[[int], None] = lambda _: None) -> li
     return [done[key] for key in sorted(done)]
 
 
-def test_a_spare_with_another_model_does_not_wait_for_its_order(folder, monkeypatch):
+def test_spare_with_another_model_digest_is_refused(folder, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = LLMConfig(str(folder), tp_size=2, elastic=True)
@@ -349,12 +347,12 @@ def test_a_spare_with_another_model_does_not_wait_for_its_order(folder, monkeypa
 
 
 @pytest.mark.slow
-def test_ranks_are_lost_and_replaced_and_no_bit_changes(folder, monkeypatch):
-    """While decoding, while the others recover, and idle, down to one rank and up again.
+def test_lost_and_replaced_ranks_change_no_bit(folder, monkeypatch):
+    """Ranks are lost while decoding, while the others recover, and idle, down to one rank.
 
     tests/launch/test_soak_kills.py has many requests, without drafts.
     """
-    monkeypatch.setattr(launch, "_SETTLED_S", 0.0)  # processes are killed soon
+    monkeypatch.setattr(launch, "_SETTLED_S", 0.0)  # so early kills do not stop new spares
     with LLM(str(folder)) as alone:
         expected = outputs_of(alone)
         lines = [request.prompt for request in requests_of(alone)[:3]]
@@ -402,10 +400,10 @@ def test_ranks_are_lost_and_replaced_and_no_bit_changes(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_request_that_no_longer_fits_ends_with_its_own_error(folder, monkeypatch):
-    """Each of two ranks holds 2 of 3 KV heads; one rank holds all, in as many bytes.
+def test_request_that_no_longer_fits_after_rank_loss_is_refused(folder, monkeypatch):
+    """Each of three ranks holds one KV head; the last rank then holds all three in as many bytes.
 
-    No process is started in the meantime: it slowed the first steps after a loss.
+    No spare is started meanwhile, because a start slows the first steps after a loss.
     """
     monkeypatch.setattr(ranks, "_RECOMPUTE_S", 1000.0)
     params = SamplingParams(max_tokens=400, ignore_eos=True)

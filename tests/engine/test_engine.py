@@ -77,8 +77,8 @@ def test_tokens_are_the_same_at_every_world_size(ranks, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8"])
-def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narrow(dtype):
-    """A head has scales of its own, so it does not matter which heads a rank holds beside it."""
+def test_narrow_kv_dtypes_give_same_tokens_at_every_world_size(dtype):
+    """Each head has its own scales, so it does not matter which heads are on the same rank."""
     kv_format = KVFormat(dtype)
     whole = run_all(Solo(), GREEDY, kv_format)
     for tp_size in (3, 9):
@@ -91,13 +91,13 @@ def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(25), range(60, 85)])
-def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
+def test_results_in_a_mix_equal_results_alone(seeds):
     assert not run_mixes(Solo(), seeds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FAMILIES)
-def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name):
+def test_results_in_a_mix_equal_results_alone_for_every_family(name):
     args = OF_FAMILIES[name]
     assert not run_mixes(Solo(), range(3), args)
     assert not run_on_threads(3, run_mixes, range(3, 4), args)[0]
@@ -105,19 +105,19 @@ def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [WINDOWED, HYBRID], ids=["windowed", "hybrid"])
-def test_a_request_gets_in_any_mix_what_it_gets_alone_where_tokens_see_a_window(args):
+def test_results_in_a_mix_equal_results_alone_with_windows(args):
     assert not run_mixes(Solo(), range(500, 508), args)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "args"), [(2, WINDOWED), (3, HYBRID), (5, HYBRID)])
-def test_windows_on_many_ranks_give_what_one_gives(tp_size, args):
+def test_results_on_many_ranks_equal_results_alone_with_windows(tp_size, args):
     assert not run_on_threads(tp_size, run_mixes, range(560, 563), args)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(400, 408)), (3, range(450, 456))])
-def test_a_request_gets_on_many_ranks_what_it_gets_alone_on_one(tp_size, seeds):
+def test_results_on_many_ranks_equal_results_alone_on_one_rank(tp_size, seeds):
     assert not run_on_threads(tp_size, run_mixes, seeds)[0]
 
 
@@ -126,20 +126,17 @@ def test_a_request_gets_on_many_ranks_what_it_gets_alone_on_one(tp_size, seeds):
 @pytest.mark.parametrize(
     ("tp_size", "args", "seeds"), [(1, ARGS, range(500, 508)), (3, HYBRID, range(520, 523))]
 )
-def test_a_request_gets_the_same_in_any_mix_where_keys_and_values_are_narrow(
-    tp_size, args, seeds, dtype
-):
-    """In pieces, after preemption, behind a prefix: each token sees the same rounded keys."""
+def test_results_in_a_mix_equal_results_alone_with_narrow_kv(tp_size, args, seeds, dtype):
+    """Chunked, preempted or after a cached prefix, each token sees the same rounded keys."""
     assert not run_on_threads(tp_size, run_mixes, seeds, args, KVFormat(dtype))[0]
 
 
-def test_ranks_that_are_processes_run_mixes_alike(ranks):
+def test_results_on_rank_processes_equal_results_alone(ranks):
     assert not ranks(3).run(run_mixes, range(480, 488))[0]
 
 
 @pytest.mark.slow
-def test_the_mixes_meet_what_they_are_to_meet():
-    """Preemption, prefix hits, accepted guesses, prompts in pieces, more choices than one."""
+def test_mixes_have_preemption_prefix_hits_drafts_and_chunks():
     runner = make_runner(Solo())
     n_preempted = n_prefix = n_long_steps = n_pieces = 0
     for seed in range(60, 100):
@@ -190,7 +187,7 @@ def test_logprobs_are_those_of_a_full_forward():
 
 @pytest.mark.parametrize("step_tokens", [512, 7])
 def test_prompt_logprobs_are_those_of_a_full_forward(step_tokens):
-    """In one piece or many, on the second request for the same prompt too, for every choice."""
+    """Covers one chunk and many, a second request with the same prompt, and every choice."""
     engine = make_engine(make_runner(Solo()), step_tokens=step_tokens, block_size=4)
     prompt = PROMPTS[2]
     params = SamplingParams(max_tokens=3, temperature=1.0, n=2, prompt_logprobs=2)
@@ -216,7 +213,7 @@ def test_a_stop_id_ends_a_completion_and_stays_in_its_tokens():
     assert ended.finish_reason == "stop"
 
 
-def test_choices_differ_and_each_is_what_it_is_alone():
+def test_choices_differ_and_each_equals_its_result_alone():
     params = replace(SEEDED, n=4)
     completions = run(make_engine(make_runner(Solo())), [make_request(0, PROMPTS[1], params)])
     assert [each.choice for each in completions] == [0, 1, 2, 3]
@@ -232,7 +229,7 @@ def test_the_choices_of_a_request_compute_its_prompt_once():
     assert engine.scheduler.n_prefix_tokens == 2 * 36  # the last block is not full
 
 
-def test_salts_keep_prefixes_apart():
+def test_cached_prefix_is_found_only_with_the_same_salt():
     engine = make_engine(make_runner(Solo()), block_size=4)
     for salt in ("a", "b", "a"):
         before = engine.scheduler.n_prefix_tokens
@@ -241,17 +238,17 @@ def test_salts_keep_prefixes_apart():
     assert before == 0 and found == 36
 
 
-# What goes wrong.
+# Failures.
 
 
-def test_a_request_that_no_cache_of_this_size_holds_is_refused():
+def test_request_larger_than_the_kv_cache_is_refused():
     engine = make_engine(make_runner(Solo()), n_blocks=3, block_size=4)
     with pytest.raises(UsageError, match="the KV cache has 3"):
         engine.submit(make_request(0, (1, 2, 3), GREEDY))
     assert engine.idle
 
 
-def test_a_late_request_ends_with_what_it_has(monkeypatch):
+def test_timed_out_request_ends_with_the_tokens_it_has(monkeypatch):
     engine = make_engine(make_runner(Solo()))
     now = [0.0]
     monkeypatch.setattr(engine_module.time, "monotonic", lambda: now[0])
@@ -265,8 +262,8 @@ def test_a_late_request_ends_with_what_it_has(monkeypatch):
     assert [each.finish_reason for each in others] == ["length"]
 
 
-def test_a_choice_that_may_take_no_token_ends_alone():
-    """Its stop ids are the whole vocabulary, and it may not stop yet."""
+def test_request_without_an_allowed_token_ends_alone():
+    """The stop ids are the whole vocabulary, and min_tokens does not allow a stop yet."""
     engine = make_engine(make_runner(Solo()))
     barred = make_request(0, (1, 2), replace(GREEDY, min_tokens=3), tuple(range(ARGS.vocab_size)))
     stuck, other = run(engine, [barred, make_request(1, PROMPTS[0], GREEDY)])
@@ -274,7 +271,7 @@ def test_a_choice_that_may_take_no_token_ends_alone():
     assert other.tokens == alone(PROMPTS[0], GREEDY, 1001, frozenset(), 0).tokens
 
 
-def test_after_numbers_that_are_none_the_engine_begins_anew():
+def test_engine_frees_all_blocks_and_runs_again_after_nan():
     runner = make_runner(Solo())
     engine = make_engine(runner)
     healthy = run(engine, [make_request(0, PROMPTS[2], GREEDY)])
@@ -305,7 +302,7 @@ def cancel_on_rank_0(comm: Communicator) -> list[tuple[str, int]]:
     return [(each.finish_reason, len(each.tokens)) for each in completions]
 
 
-def test_a_cancellation_on_rank_0_ends_every_rank_at_the_same_step(ranks):
+def test_cancel_on_rank_0_ends_requests_in_same_step_on_all_ranks(ranks):
     for results in ranks(3).run(cancel_on_rank_0):
         assert results == [("interrupted", 6)] * len(PROMPTS)
 
@@ -334,8 +331,8 @@ def test_a_rank_that_draws_another_token_is_named(ranks):
     assert "rank 1" in second and "the ranks disagree" in second
 
 
-def test_collectives_of_a_decode_step_are_counted():
-    """The step's message, the forward's, the head exchange and the decision, and nothing else."""
+def test_decode_step_runs_only_the_expected_collectives():
+    """The step's message, those of the forward pass, the head exchange and the decision."""
 
     def count(comm):
         engine = make_engine(make_runner(comm))
@@ -352,7 +349,7 @@ def test_collectives_of_a_decode_step_are_counted():
         assert counts == {"broadcast": 2, "all_reduce": 2 * ARGS.n_layers + 1, "all_gather": 1}
 
 
-def test_random_is_not_used():
+def test_random_mix_leaves_the_global_random_state_unchanged():
     """The mixes above are the same in every run."""
     state = random.getstate()
     random_mix(3)

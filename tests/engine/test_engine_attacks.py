@@ -122,7 +122,7 @@ def alone(request: Request) -> dict:
 
 
 class Guesser:
-    """Guesses that are right up to a random place; every rank makes the same."""
+    """Drafts that are right up to a random token; every rank makes the same drafts."""
 
     def __init__(self, expected: dict, most: int) -> None:
         self._expected, self._most = expected, most
@@ -170,7 +170,7 @@ def random_request(rng: random.Random, index: int) -> Request:
         )
         params = replace(params, grammar=grammar)
     request = Request(index, tuple(prompt), params, rng.randrange(3), stop_ids)
-    if rng.random() < 0.6:  # a stop string that would come, across the borders of tokens
+    if rng.random() < 0.6:  # a stop string of the expected text, across tokens
         text = alone(replace(request, index=0))[0, 0].completion.text
         if text:
             start = rng.randrange(len(text))
@@ -221,7 +221,7 @@ def rounded(completion: Completion) -> Completion:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(18), range(50, 68)])
-def test_text_ids_and_log_probabilities_do_not_depend_on_guesses_or_neighbours(seeds):
+def test_results_do_not_depend_on_drafts_or_other_requests(seeds):
     for seed in seeds:
         mix = mix_of(seed)
         answers = run_guessed(Solo(), mix)
@@ -232,7 +232,7 @@ def test_text_ids_and_log_probabilities_do_not_depend_on_guesses_or_neighbours(s
             assert rounded(got.completion) == rounded(expected.completion), f"mix {seed}, {key}"
 
 
-# What goes wrong.
+# Failures.
 
 
 def plain_request(index: int, **params: object) -> Request:
@@ -248,8 +248,8 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, error: BaseE
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
-def test_an_engine_whose_step_was_cut_short_takes_the_next_request(monkeypatch, error):
-    """The scheduled of the step were never committed, and every later step was refused."""
+def test_engine_runs_next_request_after_an_interrupted_step(monkeypatch, error):
+    """Regression: the step's tokens were never committed, and every later step was refused."""
     engine = make_engine(make_runner(Solo()))
     engine.submit(plain_request(0, max_tokens=3))
     fail_once(monkeypatch, engine.runner, error)
@@ -271,12 +271,12 @@ def fail_everywhere(comm: Communicator) -> bool:
     return engine.idle and engine.rpc == (b"call" if comm.rank else b"")
 
 
-def test_after_a_failure_on_all_ranks_all_can_be_sent_elsewhere():
+def test_all_ranks_accept_an_rpc_after_a_failure_on_all_ranks():
     assert run_on_threads(3, fail_everywhere) == [True] * 3
 
 
-def test_a_grammar_holds_at_the_start_of_a_text_too():
-    """Behind a prompt of <s> alone SentencePiece drops the space that the grammar had asked for."""
+def test_leading_space_after_bos_does_not_break_a_grammar():
+    """After a prompt of only <s>, SentencePiece drops the space that the grammar requires."""
     tokenizer = real_tokenizer(MISTRAL_V1)
     compiler = GrammarCompiler(tokenizer, ARGS.vocab_size, tokenizer.eos_ids)
     engine = Engine(solo_runner(), Capacity((8,), 16, 0), tokenizer, compiler)
@@ -286,11 +286,11 @@ def test_a_grammar_holds_at_the_start_of_a_text_too():
     assert completion.finish_reason == "no_token" or completion.text == " yes"
 
 
-def test_a_failure_leaves_no_request_without_its_deadline(monkeypatch):
+def test_failure_keeps_the_deadlines_of_unfinished_requests(monkeypatch):
     engine = make_engine(make_runner(Solo()))
     monkeypatch.setattr(engine_module, "MAX_SIZE", 1)
     engine.submit(plain_request(0))
-    engine.submit(plain_request(1), timeout_s=3600)  # the others hear of it after the failure
+    engine.submit(plain_request(1), timeout_s=3600)  # sent to the ranks after the failure
     with torch.no_grad():
         engine.runner.model.norm.weight.values.fill_(torch.nan)
     with pytest.raises(NumericalError):
@@ -314,8 +314,8 @@ def test_step_message_counts_every_list_of_a_request(many):
 
 
 @pytest.mark.parametrize("n_prompt", [5, 40])
-def test_choices_do_not_queue_behind_each_other_where_all_end_at_once(n_prompt):
-    """Each waited for the one before it: a step per sequence."""
+def test_choices_of_one_token_run_in_at_most_two_steps(n_prompt):
+    """Regression: each choice waited for the choice before it, and took a step of its own."""
     engine = make_engine(solo_runner(), n_blocks=200)
     params = SamplingParams(max_tokens=1, n=16, temperature=1.0)
     engine.submit(Request(0, tuple(range(n_prompt)), params, 0, frozenset()))
@@ -326,8 +326,8 @@ def test_choices_do_not_queue_behind_each_other_where_all_end_at_once(n_prompt):
     assert n_steps <= 2
 
 
-def test_a_token_that_a_matcher_cannot_take_ends_its_completion_alone(monkeypatch):
-    """Rank 0 raised in the middle of a step, and the others waited for its ids."""
+def test_token_that_a_matcher_refuses_ends_only_its_completion(monkeypatch):
+    """Regression: rank 0 raised within a step, and the other ranks waited for its token ids."""
 
     def accept(*_: object) -> None:
         raise MatchError("the parser has too many states")
@@ -358,8 +358,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
-def test_a_score_that_fails_gives_its_blocks_back(folder, monkeypatch):
-    """A request that then found too few blocks was never admitted, and its run never ended."""
+def test_failed_score_frees_its_blocks(folder, monkeypatch):
+    """Regression: a later request with too few blocks was never admitted, and never ended."""
 
     def score(*_: object) -> torch.Tensor:
         raise NumericalError("the logits are nan")
@@ -371,8 +371,8 @@ def test_a_score_that_fails_gives_its_blocks_back(folder, monkeypatch):
     assert llm.engine.pools[0].n_used == 0
 
 
-def test_a_run_can_be_closed_after_another_one_failed(folder, monkeypatch):
-    """It waited for the end of requests that were gone."""
+def test_run_can_be_closed_after_another_run_failed(folder, monkeypatch):
+    """Regression: close() waited for the end of requests that no longer existed."""
     llm = LLM(folder, dtype="float64")
     one, other = (
         llm.run(llm.input_processor.requests([text], LONG)) for text in ("Hello", "World")
@@ -392,7 +392,7 @@ def test_a_run_can_be_closed_after_another_one_failed(folder, monkeypatch):
     assert not len(llm._loop)
 
 
-def test_a_run_that_an_interruption_ends_leaves_nothing_behind(folder):
+def test_interrupted_run_leaves_no_requests_behind(folder):
     llm = LLM(folder, dtype="float64")
     run = llm.run(llm.input_processor.requests(["Hello"], LONG))
     next(run)
@@ -401,7 +401,7 @@ def test_a_run_that_an_interruption_ends_leaves_nothing_behind(folder):
     assert llm.engine.idle and not len(llm._loop)
 
 
-def test_a_run_that_cannot_begin_leaves_nothing_behind(folder):
+def test_run_with_an_invalid_grammar_leaves_no_requests_behind(folder):
     llm = LLM(folder, dtype="float64")
     first, second = llm.input_processor.requests(["Hello", "World"], LONG)
     broken = replace(second, params=replace(LONG, grammar=Grammar("regex", "(((")))

@@ -78,7 +78,7 @@ def require_same_bits(
 
 @pytest.mark.parametrize("name", SINKS)
 def test_sinks_have_the_same_bits_on_any_number_of_ranks(name):
-    """Also in any chunks and batch; query heads per KV head differ between the ranks."""
+    """Covers several chunkings and batches; query heads per KV head differ between the ranks."""
     require_same_bits(SINKS[name], "heads", (2, 5, 7))
 
 
@@ -88,7 +88,7 @@ def test_sinks_in_an_int8_cache_have_the_same_bits():
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_cache_sharded_by_token_has_the_bits_of_one_rank(name):
-    """One rank has the whole cache, and computes with the kernels for whole sequences."""
+    """One rank has the whole cache, and uses the kernels for whole sequences."""
     require_same_bits(SHARDED[name], "sequence", (2, 5, 7))
 
 
@@ -104,6 +104,6 @@ def n_gathered(comm: ThreadComm, kv_split: KVSplit) -> int:
     return comm.counts["all_gather"]
 
 
-def test_a_decode_step_exchanges_queries_and_parts_once_in_each_layer():
+def test_cache_sharded_by_token_adds_two_all_gathers_per_layer():
     whole, sharded = (run_on_threads(3, n_gathered, split)[0] for split in get_args(KVSplit))
     assert sharded - whole == 2 * ARGS.n_layers

@@ -108,7 +108,7 @@ QUICK = {"9/3", "8/4 gemma2, window", "8/2 mixtral", "7/1 falcon, tied"}
     [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in TINY_MODELS],
 )
 def test_every_family_has_the_same_bits_on_any_number_of_ranks(folders, name):
-    """In float32 and float64 by turns."""
+    """The families alternate between float32 and float64."""
     at = list(TINY_MODELS).index(name)
     dtype, tp_size = f"float{32 << at % 2}", (3, min(9, TINY_MODELS[name].n_heads))[at // 2 % 2]
     alone = logits_of(Solo(), folders[name], dtype)
@@ -138,10 +138,8 @@ def test_every_format_has_the_same_bits_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_in_16_bits_have_the_bits_of_float32_on_any_number_of_ranks(
-    folders, tmp_path, dtype
-):
-    """So a folder in 16 bits keeps them by default."""
+def test_16_bit_weights_give_the_bits_of_float32_on_1_and_3_ranks(folders, tmp_path, dtype):
+    """So a folder with 16-bit weights keeps their dtype by default."""
     half = moved(folders["wide"], tmp_path / "half", "hf", dtype=dtype)
     files = find_model(str(half))
     assert default_dtype(files, load_model_args(files), "cpu") == dtype
@@ -157,8 +155,8 @@ def test_uneven_plans_have_the_same_bits(folders, memory):
     assert on_ranks == [alone] * len(memory)
 
 
-def test_partial_sums_have_other_bits(folders):
-    """What the tests above would say if a sum were cut."""
+def test_sums_split_between_ranks_have_other_bits(folders):
+    """Shows that the tests above would fail if a sum were split between ranks."""
     alone = logits_of(Solo(), folders["wide"], "float32")
     assert alone not in run_on_threads(3, logits_of, folders["wide"], "float32", exact=False)
 
@@ -171,7 +169,7 @@ def tile_sums(comm: Communicator, logits: Tensor, vocabs: Sequence[range]) -> Te
     return log_sum_exp(logits[:, own.start : own.stop], own, vocabs, comm, TEMPERATURES)
 
 
-def test_the_softmax_over_the_vocabulary_has_the_same_bits_wherever_shards_end():
+def test_vocabulary_softmax_has_same_bits_for_any_shard_borders():
     torch.manual_seed(0)
     logits = 2 * torch.randn(60, 1000)
     logits[1, 128:256] = -torch.inf
@@ -184,7 +182,7 @@ def test_the_softmax_over_the_vocabulary_has_the_same_bits_wherever_shards_end()
             assert torch.equal(found, whole)
 
 
-def test_ranks_without_tokens_add_nothing_to_the_softmax():
+def test_ranks_without_vocabulary_add_nothing_to_the_softmax():
     """With more ranks than tiles, the empty range of the last ranks begins within a tile."""
     torch.manual_seed(0)
     logits = 2 * torch.randn(60, 748)
@@ -194,7 +192,7 @@ def test_ranks_without_tokens_add_nothing_to_the_softmax():
         assert torch.equal(found, whole)
 
 
-def test_settings_that_cut_sums_are_refused(folders):
+def test_exact_with_incompatible_settings_is_refused(folders):
     args = load_model_args(find_model(str(folders["experts"])))
     with pytest.raises(UsageError, match="drop one"):
         make_plan(args, 4, ranks_per_expert=2, exact=True)
@@ -211,7 +209,9 @@ def test_settings_that_cut_sums_are_refused(folders):
         ("experts", 1, "cpu", True),
     ],
 )
-def test_the_default_leaves_out_what_would_be_slow(folders, name, tp_size, device, expected):
+def test_exact_is_off_by_default_on_gpus_and_for_sharded_experts(
+    folders, name, tp_size, device, expected
+):
     args = load_model_args(find_model(str(folders[name])))
     assert resolve_exact(None, args, tp_size, device) == expected
     assert not resolve_exact(False, args, tp_size, device)
@@ -242,7 +242,7 @@ def test_smollm2_answers_with_the_same_bits_on_many_ranks():
 
 
 def gathered(comm: Communicator, widths: Sequence[int], n_rows: int) -> bool:
-    """Whether every rank's columns arrive in their place."""
+    """Whether the gathered columns equal those of all ranks in order."""
     parts = [
         torch.arange(n_rows * width, dtype=torch.float32).view(n_rows, width) + 1000 * rank
         for rank, width in enumerate(widths)
@@ -251,8 +251,8 @@ def gathered(comm: Communicator, widths: Sequence[int], n_rows: int) -> bool:
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_columns_of_unequal_ranks_are_gathered(ranks: type[Ranks], shared_memory):
-    """Also more than a slot of shared memory holds, no columns on a rank, and no rows."""
+def test_gather_columns_concatenates_unequal_widths(ranks: type[Ranks], shared_memory):
+    """Covers more data than a slot of shared memory, a rank without columns, and no rows."""
     pool = ranks(3, shared_memory=shared_memory)
     for widths, n_rows in (((3, 1, 2), 5), ((700, 0, 40), 1000), ((1, 2, 3), 0), ((0, 0, 1), 1)):
         assert pool.run(gathered, widths, n_rows) == [True] * 3
@@ -268,7 +268,9 @@ def test_columns_of_unequal_ranks_are_gathered(ranks: type[Ranks], shared_memory
         ("hf", 1, {}),
     ],
 )
-def test_every_layout_is_read_by_outputs(folders, tmp_path, layout, n_parts, options):
+def test_row_parallel_weights_of_every_layout_are_read_by_outputs(
+    folders, tmp_path, layout, n_parts, options
+):
     moved(folders["wide"], tmp_path / "moved", layout, n_parts, dtype="float32", **options)
     files = find_model(str(tmp_path / "moved"))
     args = load_model_args(files)

@@ -20,7 +20,7 @@ class FakeEvent:
     """An event that the GPU reaches at a known time."""
 
     now_ms = 0.0
-    recorded: ClassVar[deque[float]] = deque()  # when the GPU comes to those that will be recorded
+    recorded: ClassVar[deque[float]] = deque()  # when the GPU reaches the next events
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -51,8 +51,8 @@ def step(clock: StepClock) -> None:
     clock.end()
 
 
-def test_a_step_on_a_gpu_takes_what_the_gpu_says_once_it_is_over(gpu):
-    """Launching is over at once, and all of the time went to whoever read a result first."""
+def test_gpu_step_times_are_added_once_the_gpu_has_finished(gpu):
+    """Regression: launches return at once, so all time counted where a result was read first."""
     times = StepTimes()
     clock = StepClock(times, tick_of(GPU))
     gpu.recorded.extend([1000, 1004, 1005, 1025, 1026])
@@ -68,7 +68,7 @@ def test_a_step_on_a_gpu_takes_what_the_gpu_says_once_it_is_over(gpu):
     assert (times.forward_s, times.sample_s) == pytest.approx((0.026, 0.004))
 
 
-def test_a_step_that_broke_off_leaves_no_time(gpu):
+def test_interrupted_step_adds_no_time(gpu):
     times = StepTimes()
     clock = StepClock(times, tick_of(GPU))
     gpu.recorded.extend([0, 500, 1000, 1001, 1002, 1003, 1004])
@@ -79,7 +79,7 @@ def test_a_step_that_broke_off_leaves_no_time(gpu):
     assert (times.forward_s, times.sample_s) == pytest.approx((0.002, 0.002))
 
 
-def test_on_the_cpu_a_lap_is_the_hosts(monkeypatch):
+def test_step_times_on_the_cpu_are_those_of_the_host_clock(monkeypatch):
     now = iter([10.0, 12.0, 12.5, 13.0, 14.0])
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(now))
     times = StepTimes()
@@ -108,10 +108,10 @@ def measure_as_on_gpus(comm: Communicator) -> machine.Machine:
     return measure(comm, torch.device("cuda", comm.rank))
 
 
-def test_a_gpu_is_measured_by_copies_by_its_own_clock_and_its_own_peak(monkeypatch):
+def test_gpu_bandwidth_and_peak_memory_are_measured_on_the_gpu(monkeypatch):
     """The slower of two GPUs determines each of five rounds, and the best round counts."""
     copied: list[int] = []
-    # Each turn of each rank has a beginning and an end.
+    # Each round of each rank has a start and an end.
     seconds = {0: [4.0, 2.0, 3.0, 4.0, 5.0], 1: [1.0, 2.5, 9.0, 9.0, 9.0]}
     ticks = {rank: iter([s for each in own for s in (0.0, each)]) for rank, own in seconds.items()}
 
@@ -138,7 +138,7 @@ def test_a_copy_reads_and_writes_every_byte(monkeypatch):
     assert isinstance(target, torch.Tensor) and target.nbytes == 4096 and bool((target == 1).all())
 
 
-def test_a_cpu_has_no_peak_of_a_gpu(monkeypatch):
+def test_cpu_reports_no_peak_gpu_memory(monkeypatch):
     monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
     assert peak_cuda_bytes(CPU) is None
     found = measure(Solo(), CPU)

@@ -25,6 +25,7 @@ def _n_kept_bytes(case: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells what it keeps")
-def test_the_memory_of_freed_tensors_is_kept_for_the_next() -> None:
-    # glibc returned it, and the system cleared new pages for each layer: 12 % of a prompt's time.
+def test_memory_of_freed_tensors_is_kept_for_reuse() -> None:
+    # Regression: glibc returned the memory, and the kernel cleared new pages for each layer, which
+    # took 12 % of a prompt's time.
     assert _n_kept_bytes("returned") < 16 << 20 < 60 << 20 < _n_kept_bytes("kept")

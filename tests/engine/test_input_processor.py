@@ -34,7 +34,7 @@ def input_processor(folder: Path) -> InputProcessor:
     return InputProcessor(files, load_model_args(files))
 
 
-def test_a_stated_repetition_penalty_shapes_greedy_tokens_as_in_transformers(folder):
+def test_model_repetition_penalty_gives_tokens_of_transformers(folder):
     state(folder, repetition_penalty=3.0)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     prompt = torch.tensor([TOKENS])
@@ -51,13 +51,13 @@ def test_a_stated_repetition_penalty_shapes_greedy_tokens_as_in_transformers(fol
     assert tokens != others
 
 
-def test_what_is_given_stands_before_what_is_stated(folder):
+def test_given_sampling_params_override_generation_config(folder):
     state(folder, do_sample=True, temperature=0.6, top_k=7, repetition_penalty=1.2)
     params = input_processor(folder).sampling_params(top_k=3, repetition_penalty=1.0)
     assert (params.temperature, params.top_k, params.repetition_penalty) == (0.6, 3, 1.0)
 
 
-def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder):
+def test_generation_config_out_of_range_is_refused_unless_overridden(folder):
     state(folder, do_sample=True, top_k=-2)
     with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-2.*set another value"):
         input_processor(folder).sampling_params(temperature=1)
@@ -66,7 +66,7 @@ def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder):
         input_processor(folder).sampling_params(top_k=0, top_p=2)
 
 
-def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder):
+def test_chat_and_list_of_messages_give_the_same_prompt(folder):
     messages = [{"role": "user", "content": "hi"}]
     listed, chat = input_processor(folder).requests([messages, Chat(messages)])
     assert chat.prompt == listed.prompt
@@ -74,13 +74,13 @@ def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder):
         input_processor(folder).requests(["a", [{"role": "user", "content": 7}]])
 
 
-def test_dynamic_rope_scaling_gives_the_tokens_of_transformers_whatever_max_tokens_is(tmp_path):
-    """The first tokens changed with the number that was asked for."""
+def test_dynamic_rope_gives_tokens_of_transformers_for_any_max_tokens(tmp_path):
+    """Regression: the first tokens changed with max_tokens."""
     folder = write_hf(TINY_MODELS["6/6 dynamic"], tmp_path / "dynamic")  # trained for 12 tokens
     with LLM(str(folder), dtype="float64", kv_cache_bytes=4 << 20, block_size=4) as llm:
         room = llm.input_processor.max_seq_len
         for n_prompt in (5, 12, 13, 20):
-            # A new one: it keeps the base of the longest sequence that it has seen.
+            # A new model, since transformers keeps the base of the longest sequence so far.
             theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
             prompt = TOKENS * 3
             ids = torch.tensor([prompt[:n_prompt]])
@@ -112,8 +112,8 @@ def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path)
         assert small.engine.scheduler.n_prefix_tokens > 0
 
 
-def test_a_bias_beside_a_grammar_is_warned_of(folder, caplog):
-    """The grammar's mask overrode it without a warning."""
+def test_logit_bias_with_a_grammar_logs_a_warning(folder, caplog):
+    """Regression: the grammar's mask overrode the bias without a warning."""
     digits = Grammar("regex", "[0-9]+")
     input_processor(folder).request(3, "Hello", SamplingParams(logit_bias={5: 1.0}))
     input_processor(folder).request(3, "Hello", SamplingParams(grammar=digits))

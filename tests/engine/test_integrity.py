@@ -35,7 +35,7 @@ _N_STEPS, _FAULT_AT, _FAULTY = 140, 20, 1
 
 @pytest.fixture(autouse=True)
 def _compare_for_as_long_as_steps_take(monkeypatch):
-    """A rotation over the memory of a tiny model then takes a few steps."""
+    """Comparing all memory of a tiny model then takes only a few steps."""
     monkeypatch.setattr(integrity, "_TIME_FRACTION", 1.0)
 
 
@@ -68,7 +68,7 @@ def run_request(engine: Engine, prompt: Iterable[int], max_tokens: int = 3) -> N
 def steps_until_found(
     fault: Callable[[Engine], object], named: str, size: int = 3, *, exact: bool = False
 ) -> int:
-    """The steps from a fault to its error, which says what is `named`."""
+    """The number of steps from a fault to its error, whose message matches `named`."""
     failed_at: list[int] = []
     with pytest.raises(IntegrityError, match=named):
         run_on_threads(size, run_with_fault, fault, failed_at, exact)
@@ -86,7 +86,7 @@ WEIGHTS: dict[str, Callable[[Transformer], Tensor]] = {
 
 
 @pytest.mark.parametrize("named", WEIGHTS)
-def test_the_lowest_bit_of_a_weight_is_found_and_the_weight_named(named):
+def test_flipped_lowest_bit_of_a_weight_is_found_and_named(named):
     n_steps = steps_until_found(
         lambda engine: flip(WEIGHTS[named](engine.runner.model), 0),
         f"rank 1 of 3: {named} has changed in memory",
@@ -94,7 +94,7 @@ def test_the_lowest_bit_of_a_weight_is_found_and_the_weight_named(named):
     assert n_steps < 50
 
 
-def test_the_lowest_bit_of_a_key_is_found():
+def test_flipped_lowest_bit_of_a_cached_key_is_found():
     n_steps = steps_until_found(
         lambda engine: flip(engine.runner.caches[0].k[1, 0, 12], 0),
         "rank 1 of 3: block 0 of its KV cache has changed in memory",
@@ -102,7 +102,7 @@ def test_the_lowest_bit_of_a_key_is_found():
     assert n_steps < 50
 
 
-def test_ranks_whose_residual_streams_differ_are_found():
+def test_rank_with_a_different_residual_stream_is_named():
     def diverge(engine: Engine) -> None:
         record = engine._integrity.record_step
         engine._integrity.record_step = lambda slots, residual: record(
@@ -114,7 +114,7 @@ def test_ranks_whose_residual_streams_differ_are_found():
 
 
 def test_a_rank_that_multiplies_wrongly_is_found():
-    """Its results reach all ranks alike, so their residual streams are equal."""
+    """All ranks receive the same wrong results, so their residual streams are equal."""
 
     def multiply_wrongly(engine: Engine) -> None:
         ops = engine.runner.model.ops
@@ -131,8 +131,8 @@ def test_a_rank_that_multiplies_wrongly_is_found():
     assert steps_until_found(multiply_wrongly, named, exact=True) < 64
 
 
-def test_a_rank_whose_wrong_product_is_nan_is_named_at_once():
-    """The memory of all ranks is sound, and NaN reaches all ranks before the next comparison."""
+def test_rank_that_produces_nan_is_named_at_once():
+    """No memory has changed, and NaN reaches all ranks before the next comparison."""
 
     def overflow(engine: Engine) -> None:
         engine.runner._calls._steps[1, False] = None  # steps of one row run operator by operator
@@ -150,7 +150,7 @@ def test_a_rank_whose_wrong_product_is_nan_is_named_at_once():
     assert steps_until_found(overflow, named, exact=True) < 2
 
 
-def test_nan_from_the_weights_of_a_checkpoint_is_no_integrity_error():
+def test_nan_in_checkpoint_weights_raises_a_numerical_error():
     """Rank 1 gives NaN another sign, as other kernels may."""
 
     def run(comm: Communicator) -> None:
@@ -193,8 +193,8 @@ def test_products_of_sound_ranks_have_the_same_bits(form):
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID, *map(OF_FAMILIES.get, SEVERAL)])
 @pytest.mark.parametrize("kv_format", [None, KVFormat("int8")])
-def test_sound_memory_passes_whatever_the_cache_is_used_for(args, kv_format):
-    """Prefixes are shared, blocks are used again, drafts are rejected and requests preempted."""
+def test_integrity_check_passes_for_any_use_of_the_cache(args, kv_format):
+    """Prefixes are shared, blocks are reused, drafts are rejected and requests preempted."""
     runner = make_runner(Solo(), args, kv_format)
     for mix in map(random_mix, range(2)):
         engine = make_engine(
@@ -216,7 +216,7 @@ def test_sound_memory_passes_whatever_the_cache_is_used_for(args, kv_format):
 
 @pytest.mark.parametrize("work", [run_request, rank_rpc.score_sequence])
 def test_blocks_that_a_failed_forward_pass_wrote_are_not_compared(work):
-    """Its sums are missing, so those of the tokens before would be compared."""
+    """The step added no new sums, so the blocks would be compared with sums of older tokens."""
     engine = make_engine(make_runner(Solo()), n_blocks=4, integrity_check=True)
     run_request(engine, range(50))
     engine._integrity._digest_steps()
@@ -243,7 +243,7 @@ def test_a_weight_that_makes_numbers_overflow_is_named_at_once():
     assert steps_until_found(overflow, r"rank 0 of 1: norm\.weight has changed", size=1) == 0
 
 
-def test_numbers_that_overflow_in_sound_memory_are_no_integrity_error():
+def test_nan_with_unchanged_memory_raises_a_numerical_error():
     runner = make_runner(Solo())
     runner.model.norm.weight.values.fill_(torch.nan)
     engine = make_engine(runner, integrity_check=True)

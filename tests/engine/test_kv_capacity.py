@@ -40,7 +40,7 @@ from parallel_llama.plan import make_plan
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-# Of 9 query heads and 3 KV heads two ranks hold 2 KV heads each, the middle one twice.
+# Two ranks split 9 query heads and hold 2 of 3 KV heads each; both hold the middle KV head.
 BLOCK = 16 * 2 * 2 * 2 * 4 * 8  # tokens, layers, k and v, KV heads, head_dim, bytes
 
 
@@ -56,12 +56,12 @@ def write(root: Path, files: dict[str, str]) -> None:
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:  1 kB\nMemAvailable:    8388608 kB\n"
 
 
-def test_without_a_container_it_is_what_is_available(tmp_path):
+def test_available_memory_without_a_container_is_mem_available(tmp_path):
     write(tmp_path, {MEMINFO_FILE: MEMINFO})
     assert available_memory(tmp_path) == 8 * GIB
 
 
-def test_where_the_system_does_not_say_the_cache_gets_its_most(tmp_path):
+def test_unknown_available_memory_allows_the_largest_cache(tmp_path):
     assert available_memory(tmp_path) * CPU_FRACTION == MAX_CPU_BYTES
 
 
@@ -71,7 +71,7 @@ def test_a_container_without_a_tighter_limit_changes_nothing(tmp_path, limit):
     assert available_memory(tmp_path) == 8 * GIB
 
 
-def test_a_container_limit_counts_what_it_uses_but_for_files(tmp_path):
+def test_page_cache_of_a_container_counts_as_available(tmp_path):
     """A checkpoint that was read stays in the page cache until the memory is needed."""
     stat = f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}\nactive_file 500\n"
     limits = {f"{V2}.max": f"{5 * GIB}", f"{V2}.current": f"{4 * GIB}", f"{V2}.stat": stat}
@@ -79,7 +79,7 @@ def test_a_container_limit_counts_what_it_uses_but_for_files(tmp_path):
     assert available_memory(tmp_path) == 3 * GIB + 500
 
 
-def test_a_container_of_version_1_has_a_limit_too(tmp_path):
+def test_cgroup_v1_memory_limit_is_applied(tmp_path):
     stat = f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file 3\n"
     limits = {
         f"{V1}.limit_in_bytes": f"{5 * GIB}\n",
@@ -95,8 +95,8 @@ def test_a_container_beyond_its_limit_has_nothing_left(tmp_path):
     assert available_memory(tmp_path) == 0
 
 
-def test_a_limit_of_the_address_space_is_heeded():
-    """`ulimit -v`; the cache was sized as if there were none, and its allocation failed."""
+def test_address_space_limit_bounds_available_memory():
+    """Regression: the cache size ignored `ulimit -v`, and the allocation failed."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + GIB // 4, hard))
@@ -114,7 +114,7 @@ def test_a_limit_of_the_address_space_is_heeded():
         lambda: bytearray(1 << 60),
     ],
 )
-def test_memory_that_cannot_be_had_says_what_to_lower(take):
+def test_failed_allocation_raises_out_of_memory_with_a_remedy(take):
     told = pytest.raises(OutOfMemory, match=r"no memory for the cache.*; lower it")
     with told, MemoryFor("the cache", "lower it"):
         take()
@@ -128,15 +128,15 @@ def test_memory_that_cannot_be_had_says_what_to_lower(take):
         RankError("rank 1 has died: it was out of memory"),
     ],
 )
-def test_what_is_no_lack_of_memory_stays_what_it_is(error):
+def test_errors_other_than_out_of_memory_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, MemoryFor("the cache", "lower it"):
         raise error
     assert caught.value is error
 
 
 @pytest.mark.slow
-def test_weights_that_find_no_room_end_a_command_with_1():
-    """A traceback."""
+def test_command_without_memory_for_weights_ends_with_exit_code_1():
+    """Regression: the command ended with a traceback."""
     program = """
 import mmap, pathlib, resource, torch
 from parallel_llama.cli.main import main
@@ -164,8 +164,8 @@ def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capa
 
 
 @pytest.mark.parametrize("blocks", [(16, 40), (40, 16), (16, 16)])
-def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, blocks):
-    """Each of two ranks takes half of half of what is free."""
+def test_rank_with_least_memory_sets_the_cache_size_of_all_ranks(monkeypatch, blocks):
+    """The cache gets half of the free memory, and each of two ranks gets half of the cache."""
     own = threading.local()
 
     def on_its_host(comm: Communicator) -> Capacity | str:
@@ -176,20 +176,20 @@ def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, blocks):
     assert run_on_threads(2, on_its_host) == [Capacity((4,), 16, 4 * BLOCK)] * 2
 
 
-def test_a_cache_that_nobody_sized_stays_small(monkeypatch):
+def test_cache_without_a_given_size_is_at_most_the_default_maximum(monkeypatch):
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 1 << 40)
     found = agree(Solo(), None)
     assert isinstance(found, Capacity)
     assert MAX_CPU_BYTES - 2 * BLOCK < found.n_bytes <= MAX_CPU_BYTES
 
 
-def test_a_limit_is_each_ranks(monkeypatch):
+def test_kv_cache_bytes_apply_to_each_rank(monkeypatch):
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
     assert run_on_threads(2, agree, 7 * BLOCK + 1) == [Capacity((7,), 16, 7 * BLOCK)] * 2
 
 
-def test_the_fullest_rank_limits_the_others(monkeypatch):
-    """Four ranks of 3 KV heads: some hold one, some two."""
+def test_rank_with_most_kv_heads_sets_the_cache_size_of_all_ranks(monkeypatch):
+    """Of four ranks with 3 KV heads, some hold one KV head and some hold two."""
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
     shards = make_plan(ARGS, 4).shards
     assert {shard.n_local_kv_heads for shard in shards} == {1, 2}
@@ -212,7 +212,7 @@ def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
     assert f"a KV cache of {2 * BLOCK} bytes" in first and "rank 1 has 1000 bytes" in first
 
 
-def test_what_holds_no_block_is_refused_before_weights_are_read():
+def test_cache_smaller_than_one_block_is_refused():
     size_of_cache(2, 16, BLOCK)
     with pytest.raises(
         UsageError, match=rf"a KV cache of {BLOCK - 1} bytes is too small: .* takes {BLOCK} bytes"
@@ -231,7 +231,7 @@ def test_a_ring_of_blocks_is_enough_for_a_sequence_of_any_length():
     assert Capacity((2 * ring, 8), 16, 0, (None, 100)).longest(1 << 20) == 8 * 16
 
 
-def test_a_limit_is_of_the_caches_of_all_groups(monkeypatch):
+def test_kv_cache_bytes_cover_the_caches_of_all_kv_groups(monkeypatch):
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 1 << 40)
     args = replace(ARGS, sliding_window=20, full_layers=(0,))
     size = CacheSize(args, make_plan(args, 1), KVFormat("float64"), 16, 1 << 20, 1 << 16)
@@ -260,8 +260,8 @@ def test_full_requests_are_counted_in_whole_blocks():
         ([GIB, 2 * GIB, 2 * GIB, 2 * GIB, 2 * GIB], 1),
     ],
 )
-def test_the_rank_with_the_least_room_in_its_memory_decides_for_all(monkeypatch, limits, n_blocks):
-    """--memory gave shares and limited nothing: every rank took as much as was free."""
+def test_rank_with_least_room_under_its_limit_sets_the_cache_size(monkeypatch, limits, n_blocks):
+    """Regression: --memory only set proportions, and every rank took as much as was free."""
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 1 << 40)
     plan, form = make_plan(ARGS, len(limits), limits), KVFormat("float64")
     block = [16 * sum(kv_bytes_per_token(ARGS, shard, form)) for shard in plan.shards]
@@ -287,7 +287,7 @@ def test_the_rank_with_the_least_room_in_its_memory_decides_for_all(monkeypatch,
             assert limit.weights + limit.working + expected * each <= limit.total
 
 
-def test_a_cache_that_exceeds_the_memory_of_a_rank_is_refused_before_ranks_start():
+def test_cache_beyond_the_memory_limit_of_a_rank_is_refused():
     plan, form, n_bytes = make_plan(ARGS, 2, [3, 1]), KVFormat("float64"), 40 * BLOCK
     own = [16 * sum(kv_bytes_per_token(ARGS, shard, form)) for shard in plan.shards]
     assert own[0] > own[1]  # so the cache of rank 1 takes fewer bytes than asked for
@@ -307,7 +307,7 @@ WEIGHTS, WORKING = (7 * GIB, 6 * GIB), (GIB, GIB + 5)
 def on_gpus(
     comm: Communicator, memories: Sequence[DeviceMemory], n_bytes: int | None = None
 ) -> Capacity | str:
-    """The result of ranks with these GPUs: before the weights are read, and after."""
+    """The capacity, or the error before or after the weights are read, with these GPUs."""
     plan = make_plan(ARGS, comm.size)
     form = KVFormat("float64")
     size = CacheSize(ARGS, plan, form, 16, n_bytes, 2048, WORKING[: comm.size])
@@ -320,7 +320,7 @@ def on_gpus(
         return str(error)
 
 
-def test_a_gpu_that_is_too_small_is_refused_by_all_ranks_before_weights_are_read():
+def test_all_ranks_refuse_a_gpu_too_small_before_weights_are_read():
     needed = 6 * GIB + GIB + 5 + BLOCK
     gpus = [DeviceMemory(10 * GIB, 1), DeviceMemory(needed - 1, 2)]
     first, second = run_on_threads(2, on_gpus, gpus)
@@ -335,8 +335,8 @@ def test_a_gpu_that_is_too_small_is_refused_by_all_ranks_before_weights_are_read
     assert f"{2 * GIB} for the KV cache" in asked[0] and "or a smaller KV cache" in asked[0]
 
 
-def test_a_cache_leaves_its_gpu_room_to_work():
-    """It took nine tenths of what was free, and the first step found no memory."""
+def test_cache_leaves_room_for_the_workspace_on_its_gpu():
+    """Regression: the cache took nine tenths of free memory, and the first step had none left."""
     n_blocks = 1000
     free = int((n_blocks * BLOCK + WORKING[1] + 3) / CUDA_FRACTION)
     gpus = [DeviceMemory(20 * GIB, 1), DeviceMemory(free + WEIGHTS[1], 2)]
@@ -345,7 +345,7 @@ def test_a_cache_leaves_its_gpu_room_to_work():
     ] * 2  # fmt: skip
 
 
-def test_what_is_asked_for_leaves_a_gpu_room_to_work_too():
+def test_cache_of_given_size_must_leave_room_for_the_workspace():
     gpus = [DeviceMemory(20 * GIB, 1), DeviceMemory(8 * GIB + 4 + WORKING[1], 2)]
     (said, _) = run_on_threads(2, on_gpus, gpus, 2 * GIB + 5)
     assert f"rank 1 of 2 needs {8 * GIB + 5 + WORKING[1]} bytes" in said
@@ -353,17 +353,17 @@ def test_what_is_asked_for_leaves_a_gpu_room_to_work_too():
     assert isinstance(found, Capacity) and found.n_bytes == 2 * GIB // BLOCK * BLOCK
 
 
-def test_what_is_left_on_a_gpu_is_weighed_again_once_the_weights_are_there():
-    """Another program may have come meanwhile."""
+def test_free_gpu_memory_is_checked_again_after_weights_are_read():
+    """Another program may have taken GPU memory meanwhile."""
     size = CacheSize(ARGS, make_plan(ARGS, 1), KVFormat("float64"), 16, GIB, 2048, [GIB])
     assert size.agree(Solo(), DeviceMemory(2 * GIB, 1)).n_bytes <= GIB
     with pytest.raises(UsageError, match=f"rank 0 has {GIB - 1} bytes of free memory"):
         size.agree(Solo(), DeviceMemory(2 * GIB - 1, 1))
 
 
-def test_ranks_of_one_gpu_have_a_part_of_it_each():
-    """Each took nine tenths of all of it."""
-    free = 16 * GIB  # before either has read its weights; then what both leave
+def test_ranks_on_one_gpu_each_get_a_part_of_its_memory():
+    """Regression: each rank took nine tenths of the whole memory."""
+    free = 16 * GIB  # as both ranks see it
     shared = CacheSize(ARGS, make_plan(ARGS, 2), KVFormat("float64"), 16, None, 2048, WORKING)
 
     def agree(comm: Communicator, gpus: Sequence[int]) -> int:
@@ -374,8 +374,8 @@ def test_ranks_of_one_gpu_have_a_part_of_it_each():
     assert half == (int(free // 2 * CUDA_FRACTION) - WORKING[1]) // BLOCK * BLOCK
 
 
-def test_what_torch_has_freed_counts_as_free(monkeypatch):
-    """Packing leaves blocks that torch caches, and they counted as used memory of the GPU."""
+def test_memory_cached_by_torch_counts_as_free(monkeypatch):
+    """Regression: blocks that torch caches after packing counted as used GPU memory."""
     kept = [3 * GIB]
     cuda = kv_capacity.torch.cuda
     monkeypatch.setattr(cuda, "empty_cache", kept.clear)

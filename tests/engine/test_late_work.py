@@ -168,9 +168,7 @@ class PagedOps(TorchOps):
 @pytest.mark.parametrize(
     ("records", "n_mixes", "n_orders"), [(False, 5, 8), (True, 9, 12)], ids=["plain", "graphs"]
 )
-def test_work_in_any_order_gives_the_tokens_of_work_done_at_once(
-    engines, records, n_mixes, n_orders
-):
+def test_any_order_of_queued_work_gives_the_tokens_of_the_cpu(engines, records, n_mixes, n_orders):
     """Requests arrive, end and are cancelled while a step runs ahead, and some steps run again."""
     for seed in range(n_mixes):
         found = list(differing(engines, seed, n_orders, records=records))
@@ -179,7 +177,7 @@ def test_work_in_any_order_gives_the_tokens_of_work_done_at_once(
 
 
 @pytest.mark.slow
-def test_graphs_that_are_captured_while_work_is_late_give_the_same_tokens(engines):
+def test_graphs_captured_while_work_is_queued_give_the_same_tokens(engines):
     for seed in range(3):
         found = list(differing(engines, seed, 8, records=True, captures_late=True))
         assert not found, found[0]
@@ -210,8 +208,8 @@ def differing_unread(engines: Engines) -> Iterator[int]:
             yield seed
 
 
-def test_a_caller_need_not_read_the_results_of_a_step_before_the_next(engines):
-    """The third step filled the buffer that the copy of the first had not read."""
+def test_steps_may_run_before_the_results_of_earlier_steps_are_read(engines):
+    """Regression: the third step filled a buffer that the first step's copy had not read."""
     assert not list(differing_unread(engines))
     assert engines.gpu.n_waits > 20
 
@@ -229,7 +227,7 @@ def never_wait_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits for the copy before the last, and fills what the last one reads."""
+    """The host waits for the copy before the last, and overwrites what the last one reads."""
     init = StepBuffer.__init__
 
     def make(buffer: StepBuffer, *args: Any) -> None:
@@ -284,20 +282,21 @@ def warm_up_before_the_inputs_are_there(monkeypatch: pytest.MonkeyPatch) -> None
         (warm_up_before_the_inputs_are_there, True, True, PLAIN),
     ],
 )
-def test_an_engine_needs_each_wait(monkeypatch, engines, break_it, records, captures_late, ways):
-    """Without this wait, some order gives other tokens or an error."""
+def test_removing_a_wait_gives_other_tokens_or_an_error(
+    monkeypatch, engines, break_it, records, captures_late, ways
+):
     break_it(monkeypatch)
     options = {"records": records, "captures_late": captures_late, "ways": ways}
     tries = (differing(engines, seed, 15, **options) for seed in range(8))
     try:
         assert any(found for each in tries for found in each)
-    # From numbers that nobody had written yet, such as a token id beyond 32 bits.
+    # Values that were not yet written raise, such as a token id beyond 32 bits.
     except (IndexError, NumericalError, RuntimeError, struct.error):
         assert engines.gpu.order.seed is not None
 
 
 @pytest.mark.parametrize("break_it", [never_wait_for_the_copy, fill_one_buffer])
-def test_steps_that_are_not_read_need_each_wait(monkeypatch, engines, break_it):
+def test_removing_a_wait_breaks_steps_with_unread_results(monkeypatch, engines, break_it):
     break_it(monkeypatch)
     try:
         assert any(True for _ in differing_unread(engines))

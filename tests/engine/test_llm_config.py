@@ -18,13 +18,13 @@ def test_settings_reach_other_processes_unchanged():
 
 
 @pytest.mark.parametrize("line", [b"[]", b'{"block_size": "16"}', b'{"slice_of": [1]}'])
-def test_a_line_of_other_types_is_refused(line):
+def test_json_with_wrong_types_is_refused(line):
     with pytest.raises(ValueError, match="Expected"):
         LLMConfig.from_json(line)
 
 
 @pytest.mark.parametrize("slice_of", [(-1, 2), (2, 2), (0, 0)])
-def test_a_slice_is_a_rank_of_its_ranks(slice_of):
+def test_slice_of_a_rank_out_of_range_is_refused(slice_of):
     with pytest.raises(UsageError, match="slice_of="):
         LLMConfig(slice_of=slice_of)
 
@@ -50,21 +50,21 @@ def test_a_slice_is_a_rank_of_its_ranks(slice_of):
         ({"start_timeout_s": float("nan")}, "start_timeout_s=nan: use a number of seconds"),
     ],
 )
-def test_a_value_that_no_model_runs_with_is_refused(settings, remedy):
-    """These were accepted; kv_split='tokens' ran as heads."""
+def test_invalid_setting_is_refused_with_a_remedy(settings, remedy):
+    """Regression: these values were accepted; kv_split='tokens' ran as heads."""
     with pytest.raises(UsageError, match=remedy):
         LLMConfig(**settings)
 
 
-def test_keyword_arguments_of_llm_are_the_fields():
+def test_keyword_arguments_of_llm_are_the_fields_of_llm_config():
     own = get_type_hints(LLMConfig)
     del own["model"]
     assert get_type_hints(Settings) == own
 
 
-def test_every_setting_with_a_flag_has_its_name():
-    """One without would not reach the LLM."""
+def test_every_flag_of_a_setting_has_the_name_of_the_setting():
+    """A flag with another name would not reach the LLM."""
     without = {"tp_size", "slice_of", "max_drafts", "timeout_s", "start_timeout_s", "adapters"}
-    without |= {"speeds"}  # of --calibration
+    without |= {"speeds"}  # set by --calibration
     named = {flag.name.replace("-", "_") for flag in _SETTINGS}
     assert named == {field.name for field in fields(LLMConfig)} - without

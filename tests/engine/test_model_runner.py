@@ -34,8 +34,8 @@ def rows_and_all(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("tp_size", [2, 5])
-def test_wanted_rows_are_those_of_the_whole_and_none_is_a_number_too(folder, tp_size):
-    """A step that only fills the cache takes part in every collective all the same."""
+def test_requested_rows_equal_rows_of_full_output_and_may_be_empty(folder, tp_size):
+    """A step that only fills the cache still takes part in every collective."""
     for whole, rows, none, n_all_reduces in run_on_threads(tp_size, rows_and_all, folder):
         torch.testing.assert_close(rows, whole[[N + 4, 2]], rtol=0, atol=1e-12)
         assert len(none) == 0
@@ -43,7 +43,7 @@ def test_wanted_rows_are_those_of_the_whole_and_none_is_a_number_too(folder, tp_
 
 
 def hidden_by_blocks(comm: ThreadComm, folder: Path) -> list[Tensor]:
-    """The last rows, by two sequences that share what one wrote, for each way to lay the blocks."""
+    """The last rows for each block size and block order, after a prefix that is written once."""
     runner = load_runner(comm, folder, N)
     results = [runner.forward([Chunk(PROMPT, 0, [[0]], N)])[8:]]
     for block_size in (1, 2, 4):
@@ -62,7 +62,7 @@ def hidden_by_blocks(comm: ThreadComm, folder: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_any_block_size_and_order_of_blocks_is_the_same(folder, tp_size):
+def test_block_size_and_block_order_do_not_change_results(folder, tp_size):
     for whole, *others in run_on_threads(tp_size, hidden_by_blocks, folder):
         for other in others:
             torch.testing.assert_close(other, whole, rtol=0, atol=1e-12)
@@ -82,8 +82,8 @@ def hidden_by_tiles(
     return results
 
 
-def test_a_prompt_seen_in_several_tiles_is_the_same(folder, monkeypatch):
-    """As torch's operators see it; kernels have tiles of their own."""
+def test_query_tile_size_does_not_change_results(folder, monkeypatch):
+    """With torch's operators; the kernels have tiles of their own."""
     monkeypatch.setattr("parity_steps.on_torch", True)
     sizes = [N, 5, 4, 1]
     ((first, *others),) = run_on_threads(1, hidden_by_tiles, folder, sizes, monkeypatch)
@@ -92,7 +92,7 @@ def test_a_prompt_seen_in_several_tiles_is_the_same(folder, monkeypatch):
 
 
 def hidden_by_scale(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """With scores of twice the size, by the scale and by the queries; and with a cap on them."""
+    """Outputs with a doubled attention scale, with doubled queries, and with capped scores."""
 
     def hidden(runner: ModelRunner) -> Tensor:
         pieces = [Chunk(PROMPT[:12], 0, [[0]], N)], [Chunk(PROMPT[12:], 12, [[0]], N)]

@@ -13,7 +13,7 @@ SEQUENCES = st.lists(st.integers(0, 3), max_size=60)
 
 
 def latest_continuation(tokens: list[int], most: int) -> list[int]:
-    """The same by searching the whole sequence for every end."""
+    """The reference: searches the whole sequence for each suffix, the longest first."""
     for size in range(LONGEST, SHORTEST - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[len(tokens) - size :] and size <= len(tokens):
@@ -22,8 +22,8 @@ def latest_continuation(tokens: list[int], most: int) -> list[int]:
 
 
 @given(SEQUENCES, st.integers(0, 8), st.lists(st.integers(1, 9), max_size=12))
-def test_drafts_are_what_followed_the_latest_occurrence_of_the_longest_end(tokens, most, steps):
-    """Whatever the lengths at which the sequence was looked at on its way."""
+def test_drafts_follow_latest_occurrence_of_the_longest_suffix(tokens, most, steps):
+    """Holds for any lengths at which the growing sequence was looked up before."""
     lookup = PromptLookup()
     for n_tokens in [*(sum(steps[:n]) for n in range(len(steps))), len(tokens)]:
         if n_tokens <= len(tokens):
@@ -53,7 +53,7 @@ def run(lookup: PromptLookup, tokens: list[int], start: int) -> tuple[int, int, 
 
 
 def noise(n_tokens: int, seed: int, vocab_size: int = 40) -> list[int]:
-    """So few ids that ends are found again all the time, by chance."""
+    """Random tokens of so few ids that suffixes often recur by chance."""
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(n_tokens)]
 
@@ -65,14 +65,14 @@ def test_copied_text_is_drafted_in_long_runs():
     assert n_forwards < len(text) / 8
 
 
-def test_the_gate_closes_on_random_text_and_then_costs_little():
+def test_drafting_nearly_stops_on_random_text():
     lookup, text = PromptLookup(), noise(4000, seed=2)
     run(lookup, text[:2000], start=10)
     n_forwards, n_drafts, _ = run(lookup, text, start=2000)
     assert 0 < n_drafts < 0.02 * n_forwards
 
 
-def test_a_closed_gate_opens_again_on_copied_text():
+def test_drafting_resumes_on_copied_text_after_random_text():
     lookup, text = PromptLookup(), noise(2000, seed=3)
     run(lookup, text, start=10)
     fresh = noise(1500, seed=4, vocab_size=10_000)
@@ -80,7 +80,7 @@ def test_a_closed_gate_opens_again_on_copied_text():
     assert n_forwards < len(fresh) / 2
 
 
-def test_drafts_that_cost_as_much_as_they_bring_are_not_made():
+def test_few_drafts_are_made_that_cost_as_much_as_they_save():
     text = noise(200, seed=5, vocab_size=10_000)
     dear = PromptLookup(row_costs=((1, 1.0), (16, 16.0)))
     _, n_drafts, _ = run(dear, text + text, start=len(text) + LONGEST)

@@ -39,8 +39,8 @@ TALK = [{"role": "user", "content": "Hi!"}]
         ("", [""]),
     ],
 )
-def test_a_prompt_is_what_its_author_means(given, prompts):
-    """A bare text was a prompt per character, and a dict one of its keys' names."""
+def test_accepted_forms_are_converted_to_a_list_of_prompts(given, prompts):
+    """Regression: a string became a prompt per character, and a dict a prompt per key."""
     assert as_prompts(given) == prompts
 
 
@@ -67,6 +67,6 @@ def test_a_prompt_is_what_its_author_means(given, prompts):
         ([{"prompt": 5}], "prompt 0: .* must be a string"),
     ],
 )
-def test_anything_else_is_refused_with_what_is_taken(given, says):
+def test_invalid_prompts_are_refused_with_a_reason(given, says):
     with pytest.raises(UsageError, match=says):
         as_prompts(given)

@@ -25,7 +25,7 @@ def salt(request: Request) -> bytes:
 
 
 def next_token(sequence: Sequence, n_known: int) -> int:
-    """What the model would draw; small, so that completions meet and guesses come true."""
+    """The token that the model draws; of 3 tokens, so that completions and drafts often match."""
     return (sequence.tokens[0] + sequence.number * n_known) % 3
 
 
@@ -36,7 +36,7 @@ def guess(sequence: Sequence, most: int) -> list[int]:
 
 
 class Model:
-    """Stands for the device: what each slot holds, and draws that show what was seen."""
+    """Replaces the device: records the tokens of each slot, and draws the next tokens."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -44,7 +44,7 @@ class Model:
         self.slots: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}
 
     def run(self, scheduled: abc.Sequence[ScheduledTokens]) -> None:
-        """Check that each token sees its own prefix alone, as a step runs all at once."""
+        """Check that each token sees only its own prefix if the whole step runs at once."""
         for number, kv_group in enumerate(self.scheduler.kv_groups):
             written = [slot for item in scheduled for slot in self.write(item, number)]
             assert len(written) == len(set(written)), "two scheduled write one slot"
@@ -238,7 +238,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 class WindowedTraffic(Traffic):
-    """The same where some layers, or all, have a window, and pools of any sizes."""
+    """The same with a window in some or all layers, and with pools of any sizes."""
 
     @initialize(
         sizes=st.lists(st.integers(2, 12), min_size=2, max_size=2),
@@ -278,8 +278,8 @@ def test_prompts_run_in_order_of_arrival():
     assert firsts == sequences
 
 
-def test_a_short_prompt_draws_in_its_first_step_beside_a_hundred_long_ones():
-    """Long prompts took all tokens of every step, first come first served."""
+def test_short_prompt_draws_in_its_first_step_among_long_prompts():
+    """Regression: long prompts took all tokens of every step, in order of arrival."""
     scheduler, model = make(2048, step_tokens=16)
     for index in range(100):
         scheduler.add(make_request([index] * 64, index))
@@ -290,7 +290,7 @@ def test_a_short_prompt_draws_in_its_first_step_beside_a_hundred_long_ones():
 
 
 def test_long_prompts_wait_for_a_short_request():
-    """Each of its steps took as long as 512 tokens of a prompt beside it."""
+    """Regression: each step of the short request also ran 512 tokens of a long prompt."""
     scheduler, model = make(2048, step_tokens=64)
     for index in range(4):
         scheduler.add(make_request([index] * 400, index))
@@ -300,7 +300,7 @@ def test_long_prompts_wait_for_a_short_request():
     assert not short.siblings
 
 
-def test_long_prompts_get_on_however_many_short_requests_come():
+def test_long_prompt_progresses_while_short_requests_arrive():
     scheduler, model = make(2048, step_tokens=64)
     (long,) = scheduler.add(make_request([1] * 400))
     steps = []
@@ -313,8 +313,8 @@ def test_long_prompts_get_on_however_many_short_requests_come():
     assert steps[:10] == [*held, 8 - 4, 0] and len(steps) < 1000
 
 
-def test_a_batch_reads_its_long_prompts_in_full_steps_beside_short_requests():
-    """Of `LLM.generate`: 51 steps instead of 9, and 1.5 times as long."""
+def test_offline_batch_prefills_long_prompts_in_full_steps():
+    """Regression: `LLM.generate` ran 51 steps instead of 9, and took 1.5 times as long."""
     scheduler, model = make(2048, step_tokens=64)
     scheduler.add(make_request([1] * 400, is_interactive=False))
     scheduler.add(make_request([7] * 4, 1, is_interactive=False, max_tokens=5))
@@ -324,7 +324,7 @@ def test_a_batch_reads_its_long_prompts_in_full_steps_beside_short_requests():
 
 @pytest.mark.slow
 def test_steps_are_small_for_a_while_after_a_short_request():
-    """The next one waits for the end of a step."""
+    """The next short request has to wait for the end of a step."""
     scheduler, model = make(16384, step_tokens=64)
     scheduler.add(make_request([7] * 4, max_tokens=1))
     step(scheduler, model)
@@ -333,8 +333,8 @@ def test_steps_are_small_for_a_while_after_a_short_request():
     assert n_tokens == [8] * 256 + [64]
 
 
-def test_the_first_step_that_continues_requests_is_short():
-    """After the loss of a rank no request drew a token before 512 tokens were computed again."""
+def test_first_step_of_resumed_requests_is_short():
+    """Regression: after the loss of a rank, 512 tokens were recomputed before any was drawn."""
     scheduler, model = make(256, step_tokens=32)
     for index in range(8):
         scheduler.add(make_request([index] * 5, index), {0: [1] * 3})
@@ -345,7 +345,7 @@ def test_the_first_step_that_continues_requests_is_short():
     assert sum(len(item.tokens) for item in second) == 32
 
 
-def test_the_oldest_prompt_has_half_of_each_step_beside_short_ones():
+def test_oldest_prompt_gets_half_of_each_step_among_short_prompts():
     scheduler, model = make(64, step_tokens=16)
     (long,) = scheduler.add(make_request([1] * 64))
     for index in range(1, 9):
@@ -358,14 +358,14 @@ def test_a_scored_prompt_is_charged_for_its_logits_beside_others():
     scheduler, model = make(128, step_tokens=64)
     (scored,) = scheduler.add(make_request([1] * 200, prompt_logprobs=0))
     step(scheduler, model)
-    assert scored.n_cached == 64  # alone it has the whole step
+    assert scored.n_cached == 64  # a prompt on its own gets the whole step
     scheduler.add(make_request([2] * 4, 1))
     step(scheduler, model)
     step(scheduler, model)  # beside a token that is decoded
     assert scored.n_cached == 64 + 30 + 32
 
 
-def test_a_short_prompt_passes_one_that_waits_for_blocks():
+def test_short_prompt_overtakes_a_prompt_that_waits_for_blocks():
     scheduler, model = make(6)
     scheduler.add(make_request([1] * 16, max_tokens=4))
     big, small = (scheduler.add(make_request([2] * n, max_tokens=2))[0] for n in (12, 2))
@@ -373,7 +373,7 @@ def test_a_short_prompt_passes_one_that_waits_for_blocks():
     assert list(scheduler.waiting) == [big] and small.n_drawn == 1
 
 
-def test_those_that_pass_a_waiting_prompt_take_no_more_blocks_than_the_cache_has():
+def test_overtaking_prompts_take_at_most_the_blocks_of_the_cache():
     scheduler, model = make(12)
     scheduler.add(make_request([1] * 4, max_tokens=20))
     step(scheduler, model)
@@ -386,7 +386,7 @@ def test_those_that_pass_a_waiting_prompt_take_no_more_blocks_than_the_cache_has
     assert n_passed == 12 < len(small)
 
 
-def test_decoding_goes_on_while_a_long_prompt_goes_in():
+def test_decoding_continues_while_a_long_prompt_is_prefilled():
     scheduler, model = make(64, step_tokens=8)
     (short,) = scheduler.add(make_request([1], max_tokens=20))
     step(scheduler, model)
@@ -395,7 +395,7 @@ def test_decoding_goes_on_while_a_long_prompt_goes_in():
         assert [item.sequence is short for item in step(scheduler, model)] == [True, False]
 
 
-def test_drafts_leave_room_for_prompts_and_for_the_last_token():
+def test_drafts_leave_room_for_prompts_in_a_step():
     scheduler, model = make(64, step_tokens=9, draft=lambda _choice, most: [7] * most)
     scheduler.add(make_request([1], max_tokens=20))
     step(scheduler, model)
@@ -420,7 +420,7 @@ def test_a_request_runs_beside_choices_that_wait_for_a_prompt():
     assert [item.sequence for item in step(scheduler, model)] == [first, other]
 
 
-def test_choices_go_on_when_the_one_they_wait_for_is_cancelled():
+def test_next_choice_runs_when_the_first_choice_is_cancelled():
     scheduler, model = make(64, step_tokens=4)
     first, second, _ = scheduler.add(make_request(range(10), n=3))
     step(scheduler, model)
@@ -428,7 +428,7 @@ def test_choices_go_on_when_the_one_they_wait_for_is_cancelled():
     assert [item.sequence for item in step(scheduler, model)] == [second]
 
 
-def test_a_scored_prompt_is_computed_whole():
+def test_scored_prompt_ignores_the_prefix_cache():
     scheduler, model = make(64)
     for index in range(2):
         scheduler.add(make_request(range(10), index, prompt_logprobs=0, max_tokens=1))
@@ -442,11 +442,11 @@ def test_choices_share_a_scored_prompt_that_the_first_computes():
     n_prefilled = 0
     while not scheduler.idle:
         n_prefilled += sum(len(item.tokens) for item in step(scheduler, model))
-    # The others begin with its 7 full blocks of 4, and compute the 2 tokens behind.
+    # The other choices share its 7 full blocks of 4 tokens, and compute the last 2 tokens.
     assert n_prefilled == 30 + 3 * 2
 
 
-def test_one_token_is_left_to_compute_of_a_prompt_that_is_cached():
+def test_fully_cached_prompt_recomputes_its_last_block():
     scheduler, model = make(64)
     for start in (0, 4):
         scheduler.add(make_request(range(8), max_tokens=1))
@@ -454,7 +454,7 @@ def test_one_token_is_left_to_compute_of_a_prompt_that_is_cached():
         assert item.start == start
 
 
-def test_the_youngest_is_preempted_and_keeps_what_it_drew():
+def test_youngest_request_is_preempted_and_keeps_its_tokens():
     scheduler, model = make(4)
     old, young = (
         scheduler.add(make_request([index] * 3, index, max_tokens=9))[0] for index in range(2)
@@ -480,14 +480,14 @@ def test_requests_that_fit_together_are_never_preempted_nor_kept_waiting():
 
 
 def drawing(scheduler: Scheduler, n_drawn: int = 1) -> list[ScheduledTokens]:
-    """The items of a step in which every sequence draws, after so many that were drawn."""
+    """The items of the step after `n_drawn` steps in which every sequence drew a token."""
     for drawn in range(n_drawn):
         for item in scheduler.schedule():
             scheduler.commit(item, [drawn])
     return scheduler.schedule()
 
 
-def test_a_place_is_found_for_the_token_after_the_one_that_is_being_drawn():
+def test_prepare_next_allocates_the_block_of_the_next_step():
     scheduler, _ = make(n_blocks=4)
     scheduler.add(make_request(range(3)))
     (item,) = drawing(scheduler)
@@ -499,7 +499,7 @@ def test_a_place_is_found_for_the_token_after_the_one_that_is_being_drawn():
     assert (again.start, again.tokens, again.draws) == (4, (5,), True)
 
 
-def test_a_step_that_is_looked_ahead_to_has_none_of_those_who_have_ended():
+def test_schedule_in_flight_omits_finished_sequences():
     scheduler, _ = make(n_blocks=4)
     first, second = (scheduler.add(make_request([n], n))[0] for n in range(2))
     items = drawing(scheduler)
@@ -510,7 +510,7 @@ def test_a_step_that_is_looked_ahead_to_has_none_of_those_who_have_ended():
     assert [item.sequence for item in scheduler.schedule_in_flight([first, second])] == [second]
 
 
-def test_nobody_looks_ahead_of_who_waits_ends_or_finds_no_place():
+def test_prepare_next_refuses_if_a_request_waits_ends_or_lacks_blocks():
     scheduler, _ = make(n_blocks=2)
     scheduler.add(make_request(range(3), max_tokens=5))
     items = drawing(scheduler)
@@ -520,7 +520,7 @@ def test_nobody_looks_ahead_of_who_waits_ends_or_finds_no_place():
     assert scheduler.prepare_next()
     scheduler.commit(items[0], [5])
     drawing(scheduler, 2)
-    assert not scheduler.prepare_next()  # the fifth is being drawn
+    assert not scheduler.prepare_next()  # the last token is being drawn
 
     scheduler, _ = make(n_blocks=2)
     for n in range(2):
@@ -529,7 +529,7 @@ def test_nobody_looks_ahead_of_who_waits_ends_or_finds_no_place():
     assert not scheduler.prepare_next()
 
 
-def test_a_newcomer_leaves_a_block_for_each_that_can_grow():
+def test_new_request_leaves_a_block_for_each_growing_sequence():
     scheduler, model = make(3)
     for index in range(2):
         scheduler.add(make_request([index] * 4, index, max_tokens=6))
@@ -537,7 +537,7 @@ def test_a_newcomer_leaves_a_block_for_each_that_can_grow():
     assert len(scheduler.running) == 1
 
 
-def test_a_request_that_never_fits_is_refused_with_what_to_lower():
+def test_request_that_never_fits_is_refused_with_a_remedy():
     scheduler, _ = make(2)
     assert scheduler.add(make_request([1] * 5, max_tokens=4))
     with pytest.raises(UsageError, match=r"3 blocks .* has 2; ask for at most 4 new tokens, or"):

@@ -42,7 +42,7 @@ MODELS = {
         own={"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
     ),
 }
-# Of two prompts that begin alike one is five windows long, and one repeats itself.
+# The first two share a beginning, and the first is five windows long. The third repeats itself.
 BEGINNING = [7 * i % 211 for i in range(2 * WINDOW)]
 PROMPTS = (
     [*BEGINNING, *(11 * i % 211 for i in range(3 * WINDOW))],
@@ -135,27 +135,27 @@ def assert_every_step_is_the_references(
 
 
 @pytest.mark.parametrize("tp_size", [1, 5])
-def test_logits_at_every_step_are_those_of_all_keys_and_a_mask(folder, tp_size):
-    """Sequences of eight windows, guesses among them, in too few blocks for all at once."""
+def test_logits_of_every_step_equal_masked_full_attention(folder, tp_size):
+    """Sequences of up to eight windows, with drafts, and too few blocks for all at once."""
     n_blocks = -(-(len(PROMPTS[0]) + N_NEW) // BLOCK_SIZE) + 4
     found = run_on_threads(tp_size, run_recorded, folder, n_blocks, 4, (0, 9, 3))
     first_tokens, first_logits, _ = found[0]
     assert_every_step_is_the_references(folder, first_tokens, first_logits)
     for tokens, logits, n_preempted in found:
-        assert n_preempted > 0 or not is_hybrid(folder)  # with windows alone nobody outgrows a ring
+        assert n_preempted > 0 or not is_hybrid(folder)  # with windows alone no ring is outgrown
         assert tokens == first_tokens
         for own, first in zip(logits, first_logits, strict=True):
             assert own.keys() == first.keys()
             assert all(torch.equal(own[seen], first[seen]) for seen in own)
 
 
-def test_the_reference_with_a_cache_of_its_own_agrees(folder):
+def test_reference_with_its_own_cache_gives_the_same_logits(folder):
     tokens = PROMPTS[0]
     by_token = reference_logits_token_by_token(folder, tokens)
     torch.testing.assert_close(by_token, reference_logits(folder, tokens), rtol=0, atol=1e-12)
 
 
-def test_ranks_that_are_processes_roll_alike(ranks, folder):
+def test_rank_processes_give_the_tokens_of_one_rank(ranks, folder):
     whole = run_recorded(Solo(), folder, 200, 4, (0, 0, 0))[0]
     for tokens, *_ in ranks(3).run(run_recorded, folder, 44, 4, (0, 9, 3)):
         assert tokens == whole
@@ -172,8 +172,8 @@ def test_a_prefix_is_found_while_its_window_is_held(folder):
         assert engine.scheduler.n_prefix_tokens - before == n_found
 
 
-def test_a_sequence_goes_round_in_the_same_blocks():
-    """In a pool with room for all of it; its table gives up what it writes anew."""
+def test_windowed_sequence_reuses_the_same_blocks():
+    """The pool has room for the whole sequence, which reuses blocks nevertheless."""
     runner = make_runner(Solo(), replace(WINDOWED, sliding_window=WINDOW))
     capacity = Capacity((500,), BLOCK_SIZE, 0, (WINDOW,))
     engine = Engine(runner, capacity, step_tokens=STEP_TOKENS)

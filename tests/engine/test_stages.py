@@ -89,7 +89,7 @@ def decoded(
 def test_recorded_decode_steps_of_processes_have_the_bits_of_one_rank(
     ranks, folders, shared_memory
 ):
-    """Ranks of a stage exchange in shared memory, whatever carries the exchanges of all ranks."""
+    """Ranks of a stage use shared memory, whatever transport all ranks use together."""
     folder, tokens = folders["llama"], MODELS["llama"].tokens
     alone, n_alone = decoded(Solo(), folder, tokens, {"exact": True})
     cut = {"exact": True, "pp": 2}
@@ -178,7 +178,7 @@ def test_a_plan_shows_stages_and_the_bytes_of_each_rank(capsys: Capture):
         ({"pp": 2, "slice_of": (0, 2)}, r"a pipeline \(pp\) and a slice cannot be combined"),
     ],
 )
-def test_settings_that_stages_cannot_run_with_are_refused(settings, reason):
+def test_invalid_pipeline_settings_are_refused(settings, reason):
     with pytest.raises(UsageError, match=reason):
         LLMConfig(**settings)
 
@@ -206,13 +206,13 @@ def late_in_a_stage(comm: Communicator) -> str:
 
 
 def test_a_late_rank_is_named_by_its_number_among_all_ranks(ranks):
-    """In its stage it has another number, which nobody outside of the stage knows."""
+    """A rank has another number within its stage, which other stages do not know."""
     _, message, _ = ranks(3).run(late_in_a_stage)
     assert "rank 2 of 3 is late" in message
     assert "rank 1 is in exchange 1" in message
 
 
-def test_an_llm_of_stages_gives_the_tokens_and_log_probabilities_of_one_rank(folders, tmp_path):
+def test_pipelined_llm_gives_the_tokens_and_logprobs_of_one_rank(folders, tmp_path):
     """Also with a LoRA adapter: a rank loads its matrices for the layers of the stage."""
     folder = folders["llama"]
     names = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -236,7 +236,7 @@ def test_an_llm_of_stages_gives_the_tokens_and_log_probabilities_of_one_rank(fol
 def forwarded(
     comm: Communicator, folder: Path, lengths: Sequence[int], cut: Mapping[str, Any]
 ) -> list[Tensor]:
-    """All rows of a step of several prompts, and some rows in another order, of a second step."""
+    """All rows of a step of several prompts, and some rows of a second step in another order."""
     runner = load_runner(comm, folder, 8, cut)
     most = -(-2 * max(lengths) // 8)
     runner.reserve([most * len(lengths)] * len(runner.kv_groups), 8)
@@ -264,7 +264,7 @@ def test_pieces_of_a_step_have_the_bits_of_the_whole_step(folders, name, monkeyp
 
 
 def test_stages_run_pieces_of_a_step_at_the_same_time(folders, monkeypatch):
-    """A stage ran a whole step while the others waited."""
+    """Regression: a stage ran a whole step while the other stages waited."""
     monkeypatch.setattr("parallel_llama.plan.MIN_PIECE_TOKENS", 16)
     began: list[tuple[int, int]] = []
     run = Transformer._own_blocks
@@ -287,7 +287,7 @@ def counts_of_a_step_of_64(comm: ThreadComm, folder: Path) -> None:
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(2, 4), st.data())
 def test_pieces_of_a_step_have_all_its_tokens_in_order(lengths, n_stages, data):
-    """No chunk that is prefilled leaves a part that would be decoded, by another kernel."""
+    """Cutting a prefilled chunk leaves no part for the decode kernel."""
     chunks = [Chunk(range(n), 100 * at, (), n) for at, n in enumerate(lengths)]
     n_tokens = sum(lengths)
     rows = data.draw(st.none() | st.permutations(range(min(n_tokens, 20))))
@@ -322,7 +322,7 @@ def compared(comm: Communicator, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_ranks_of_all_stages_compare_products_of_their_own_layers(folders, name):
-    """Ranks had no layer in common by name, so only the embedding was compared."""
+    """Regression: ranks shared no layer by name, so only the embedding was compared."""
     first, same, other = run_on_threads(3, compared, folders[name])
     assert first == same
     assert len(other) == len(first) > 6

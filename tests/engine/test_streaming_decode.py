@@ -28,15 +28,15 @@ def streamed(tokenizer: Tokenizer, ids: list[int], prompt: tuple[int, ...] = ())
 
 
 @every_real_file
-def test_pieces_joined_are_the_whole_decode_for_random_ids(path):
+def test_joined_pieces_equal_the_decoded_text_for_random_ids(path):
     tokenizer = real_tokenizer(path)
     for ids in random_ids(tokenizer.vocab_size, 1500):
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @every_real_file
-def test_pieces_joined_are_the_text_for_random_text(path):
-    """U+2581 is SentencePiece's own space, so it comes back as one; SmolLM2 lacks some bytes."""
+def test_joined_pieces_equal_the_decoded_text_for_random_text(path):
+    """U+2581 is SentencePiece's own space, so it decodes to a space; SmolLM2 lacks some bytes."""
     tokenizer = real_tokenizer(path)
     for text in random_texts(1000):
         ids = tokenizer.encode(text, bos=False, special=False)
@@ -49,14 +49,14 @@ def test_pieces_joined_are_the_text_for_random_text(path):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.text(max_size=30))
-def test_any_text_streams_back_whole(text):
+def test_joined_pieces_equal_any_encoded_text(text):
     tokenizer = real_tokenizer(LLAMA3)
     assert "".join(streamed(tokenizer, tokenizer.encode(text, special=False))) == text
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.binary(max_size=12))
-def test_bytes_that_are_not_utf8_stream_as_they_decode(data):
+def test_streamed_bytes_decode_as_utf8_with_replacement(data):
     """Each byte is a token of its own, by byte fallback and by byte-level BPE."""
     spm, bpe = real_tokenizer(MISTRAL_V1), real_tokenizer(LLAMA3)
     bytes_of_bpe = {bpe.vocabulary.piece(id): id for id in range(256)}
@@ -107,14 +107,14 @@ def test_a_completion_finishes_the_character_that_its_prompt_began():
     assert "".join(streamed(tokenizer, ids[1:], tuple(ids[:1]))) == "🦙!"
 
 
-def test_padded_ids_of_the_model_spell_nothing():
+def test_padding_ids_beyond_the_vocabulary_decode_to_nothing():
     tokenizer = real_tokenizer(SMOLLM2)
     assert tokenizer.decode([tokenizer.vocab_size, tokenizer.vocab_size + 100]) == ""
     with pytest.raises(ValueError, match="token id -1 is negative"):
         tokenizer.decode([-1])
 
 
-def test_a_push_costs_the_same_late_as_early():
+def test_push_time_does_not_grow_with_the_completion():
     """Decoding the whole completion again at each token would make this 100 times slower."""
     tokenizer = real_tokenizer(SMOLLM2)
     ids = tokenizer.encode("the 🦙 runs 12 times\n" * 4000, bos=False)

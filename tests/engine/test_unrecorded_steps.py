@@ -40,7 +40,7 @@ DYNAMIC = replace(ARGS, rope_scaling=RopeScaling("dynamic", factor=2.0))
 def test_steps_are_recorded_unless_there_is_a_reason(
     args: ModelArgs, kv_split: KVSplit, reason: str | None
 ) -> None:
-    """5 ranks hold copies of 3 KV heads, so a cache is sharded by token if it may be."""
+    """5 ranks hold copies of 3 KV heads, so the cache is sharded by token if kv_split allows it."""
     found = why_unrecorded(args, make_plan(args, 5, kv_split=kv_split).kv_parts, "cuda")
     assert (found is None) == (reason is None)
     assert re.search(reason or "", found or "")
@@ -51,7 +51,7 @@ def test_steps_are_recorded_unless_there_is_a_reason(
     assert run_on_threads(5, records) == [found is None] * 5
 
 
-def test_the_cpu_records_what_is_within_the_window_and_any_rotary_embedding() -> None:
+def test_cpu_records_dynamic_rope_but_not_sinks_beyond_the_window() -> None:
     assert why_unrecorded(DYNAMIC, 1, "cpu") is None
     assert "beyond the window of 7 tokens" in (why_unrecorded(SINKING, 1, "cpu") or "")
 
@@ -63,7 +63,7 @@ def test_the_cpu_has_no_kernel_for_layer_norm() -> None:
     assert why_unrecorded(args, 1, "cuda") is None
 
 
-def test_the_start_and_plan_give_the_same_reason(
+def test_startup_log_and_plan_give_the_same_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(write_chat_folder(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Everything that a request launches on a GPU has been launched, and so compiled, at the start."""
+"""Warm-up launches, and so compiles, every kernel that a request launches on a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ WAYS = [
 
 
 def serve(engine: Engine, n_prompt: int) -> int:
-    """One request, and then one for every way to draw. Returns: the number of finished requests."""
+    """Run one request, then one for each of WAYS. Returns: the number of finished requests."""
     n_finished = 0
     for batch in (WAYS[1:2], WAYS):
         for number, params in enumerate(batch):
@@ -62,8 +62,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 @pytest.mark.slow
-def test_no_request_launches_a_kernel_that_the_start_has_not(monkeypatch):
-    """The first prompt, filtered token and log-probabilities waited 2 to 10 s for compilation."""
+def test_requests_launch_no_kernel_beyond_those_of_the_warm_up(monkeypatch):
+    """Regression: the first prompt, filtered token and logprobs waited 2 to 10 s to compile."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     from parallel_llama.ops.cuda import decode_attention
     from parallel_llama.ops.cuda_ops import CUDAOps
@@ -88,7 +88,7 @@ def test_no_request_launches_a_kernel_that_the_start_has_not(monkeypatch):
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID, replace(WINDOWED, attention_sinks=3)])
 @pytest.mark.parametrize("n_blocks", [1, 2, 64])
-def test_the_smallest_cache_is_warmed_up_too(args: ModelArgs, n_blocks: int) -> None:
+def test_warm_up_runs_with_the_smallest_cache(args: ModelArgs, n_blocks: int) -> None:
     runner, steps = make_runner(Solo(), args, ops=paged_ops(args)), list[int]()
     make_engine(runner, n_blocks, block_size=4)
     warm_up(runner, lambda: steps.append(1))
@@ -97,7 +97,7 @@ def test_the_smallest_cache_is_warmed_up_too(args: ModelArgs, n_blocks: int) -> 
 
 @pytest.mark.parametrize(("tp_size", "kv_split"), [(2, "heads"), (5, "heads"), (5, "sequence")])
 def test_ranks_compile_without_waiting_for_each_other(tp_size: int, kv_split: KVSplit) -> None:
-    """A rank whose Triton cache was cold compiled for a minute, and was reported as late."""
+    """Regression: a rank with a cold Triton cache compiled for a minute and was reported late."""
 
     class Waited(Solo):
         def __init__(self, comm: ThreadComm) -> None:
