@@ -66,7 +66,8 @@ def resolved(path: Path) -> Path:
     """The path with all links resolved."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+    # RuntimeError: a loop of links, before Python 3.13. ValueError: a NUL in the path.
+    except (OSError, RuntimeError, ValueError) as error:
         raise _unreadable(path, error) from error
 
 

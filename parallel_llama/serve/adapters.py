@@ -5,11 +5,12 @@ They exist only if the server has a folder from which clients may load adapters.
 Source: /v1/load_lora_adapter and /v1/unload_lora_adapter of vLLM 0.32.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from starlette.responses import Response
 
-from parallel_llama.errors import UsageError, shown
+from parallel_llama.errors import UnreadableFile, UsageError, shown
 from parallel_llama.files.bounded_files import resolved
 from parallel_llama.serve.bodies import LoadAdapterBody, UnloadAdapterBody
 from parallel_llama.serve.service import RequestContext
@@ -46,15 +47,17 @@ async def unload_adapter(context: RequestContext, body: UnloadAdapterBody) -> Re
 def _folder_in(root: Path, path: str) -> Path:
     """The folder at a path relative to `root`.
 
-    Raises: UsageError for a folder outside of it.
+    Raises: UsageError for a folder outside of it, and for a path that cannot be resolved.
     """
-    folder = None if "\0" in path else resolved(root / path)
-    if folder is None or not folder.is_relative_to(resolved(root)):
-        raise UsageError(
-            f"lora_path={shown(path)}: outside of the folder that this server loads adapters from; "
-            "give a path in that folder"
-        )
-    return folder
+    home = resolved(root)
+    with suppress(UnreadableFile):
+        folder = resolved(root / path)
+        if folder.is_relative_to(home):
+            return folder
+    raise UsageError(
+        f"lora_path={shown(path)}: outside of the folder that this server loads adapters from; "
+        "give a path in that folder"
+    )
 
 
 def _success(what: str) -> Response:

@@ -157,13 +157,14 @@ class Answer:
         emitted.n_tokens_rerun += len(output.tokens)
         emitted.n_chars_rerun += len(output.text)
         first = len(emitted.tokens) - n_known
-        if list(output.tokens[:n_known]) != emitted.tokens[first : first + len(output.tokens)]:
+        known = emitted.tokens[first : first + len(output.tokens)]
+        if has_diverged := list(output.tokens[:n_known]) != known:
             self.abandon()
             self.fail(Diverged("the engine was restarted and generated other tokens; try again"))
         # After the check: a request that has ended cannot fail.
         if output.completion is not None:
             emitted.end = output.completion.finish_reason
-        if self._error is not None:
+        if has_diverged:
             return None
         if not n_known and not n_known_chars:  # the engine was not restarted
             emitted.tokens += output.tokens
