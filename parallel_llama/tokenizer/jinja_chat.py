@@ -226,7 +226,8 @@ class JinjaChat:
         *earlier, last = chat.messages
         content = last["content"]
         if isinstance(content, str):
-            answer, marked = content, content + mark
+            answer: str = content
+            marked: str | list[Any] = content + mark
         else:
             *parts, last_part = content
             answer = last_part["text"]

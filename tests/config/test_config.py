@@ -431,7 +431,7 @@ def test_missing_keys_of_config_json_have_transformers_defaults():
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its latent attention"),
         ({"model_type": None, "architectures": None}, "neither model_type nor"),
         ({"model_type": "ernie4_5_moe"}, "mixture of experts"),
-        ({"num_kv_heads": 2}, "unknown key 'num_kv_heads'; did you mean 'num"),
+        ({"num_kv_heads": 3}, "unknown key 'num_kv_heads'; did you mean 'num"),
         ({"rope_teta": 1.0}, "unknown key 'rope_teta'; did you mean 'rope_theta'"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         ({"intermediate_size": None}, "lacks the key 'intermediate_size'"),
@@ -578,7 +578,7 @@ def test_keys_of_other_architectures_are_refused_unless_disabled(key):
 )
 def test_misspelled_known_key_is_refused_with_suggestion(key, meant):
     with pytest.raises(UsageError, match=f"unknown key '{key}'; did you mean '{meant}'"):
-        from_hf({**HF, key: 2})
+        from_hf({**HF, key: 3})
     assert from_hf({**HF, key: None}) == from_hf(HF)
 
 
