@@ -120,7 +120,8 @@ class TorchOps:
         """
         weight = shape.unpack(panels, out.shape[1])
         # A product of integers has a number for each row, output and group of inputs.
-        n_rows = max(1, _MAX_TERMS // (out.shape[1] * -(-weight.shape[1] // QUANT_GROUP_SIZE)))
+        n_terms = out.shape[1] * (weight.shape[1] // QUANT_GROUP_SIZE)
+        n_rows = max(1, _MAX_TERMS // max(1, n_terms))
         for start in range(0, len(x), n_rows):
             out[start : start + n_rows] = quant_gemm(x[start : start + n_rows], weight)
 

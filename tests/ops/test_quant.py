@@ -329,3 +329,12 @@ def test_quantised_product_in_pieces_of_rows_has_equal_bits(form, monkeypatch):
         out = torch.empty(5, 7)
         TorchOps().quant_gemm(x, shape.pack(weight), shape, out)
         assert torch.equal(out, expected)
+
+
+def test_quantised_product_of_a_rank_without_outputs_is_empty():
+    weight = quantise(torch.randn(4, 64), INT8).select_rows(slice(0))
+    out = torch.empty(5, 0)
+    TorchOps().quant_gemm(
+        torch.randn(5, 64), weight.panel_shape(16).pack(weight), weight.panel_shape(16), out
+    )
+    assert out.shape == (5, 0)
