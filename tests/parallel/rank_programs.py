@@ -121,7 +121,7 @@ def end_with(code: str) -> None:
 
 
 def sleep(behaviour: str = "") -> None:
-    """Runs until Ctrl-C, which rank 0 handles as its argument says."""
+    """Runs until Ctrl-C, which rank 0 ignores if "deaf" and counts if "listening"."""
     presses: list[float] = []
     if RANK == 0 and behaviour == "deaf":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -174,7 +174,7 @@ def fault(rank: str, kind: str, late: str = "") -> None:
     """Joins the group; then one rank has a fault, and the others wait for it in a collective.
 
     Args:
-        late: a rank that comes to the collective long after the others.
+        late: a rank that enters the collective long after the others.
     """
     import torch
 

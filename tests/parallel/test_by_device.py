@@ -95,8 +95,8 @@ def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_tensor_goes_its_own_way_and_both_give_the_same(ranks, size):
-    """Orders and ids of a CUDA model went through gloo, which takes 0.4 to 0.9 ms for each."""
+def test_gpu_and_host_tensors_use_their_own_communicator(ranks, size):
+    """Regression: messages and token ids of a CUDA model went through gloo, 0.4 to 0.9 ms each."""
     kinds = ["all_reduce", "all_gather", "broadcast"]
     for by_host, by_gpu in ranks(size).run(go_both_ways):
         assert by_gpu == [(kind, torch.float64) for kind in kinds]
@@ -132,7 +132,7 @@ def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list
     if comm.rank == 1:
         os.kill(os.getpid(), number)
         time.sleep(1000)
-    gpus._group.set_timeout(timedelta(seconds=4))  # what stands for a GPU waits no longer
+    gpus._group.set_timeout(timedelta(seconds=4))  # gloo, which stands for a GPU, gives up soon
     heard = []
     for dtype in (torch.float64, torch.float32):
         try:
@@ -143,8 +143,8 @@ def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_while_gpus_wait_is_named(number):
-    """A GPU waits forever, and torch's watchdog ended the process."""
+def test_rank_lost_during_a_gpu_collective_is_named(number):
+    """Regression: the GPU waited forever, and torch's watchdog ended the process."""
     with Ranks(3, shared_memory=True) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_rank_1, number, lost=[1])):
             if rank != 1:
@@ -153,11 +153,11 @@ def test_a_rank_that_is_lost_while_gpus_wait_is_named(number):
                 assert "rank 1 has died, is stopped or cannot be reached" in heard[0]
                 if number == signal.SIGSTOP:
                     assert aborted == ["all"] and "(no progress for 1 s)" in heard[0]
-                    assert heard[1] == heard[0]  # before anybody else is asked
+                    assert heard[1] == heard[0]  # before the host's group is used
 
 
 class FakeWork:
-    """A work that is done at check number `done_at`; never for 0."""
+    """A collective that completes at check number `done_at`, or never if `done_at` is 0."""
 
     def __init__(self, done_at: int) -> None:
         self.n_looks, self._done_at = 0, done_at
@@ -170,7 +170,7 @@ class FakeWork:
         return self.is_over.is_set()
 
 
-def test_works_are_watched_in_their_order_until_each_is_done():
+def test_watchdog_polls_each_collective_until_it_completes():
     aborted: list[str] = []
     watchdog = Watchdog(30.0, lambda: aborted.append("all"), lambda: "nobody")
     works = [FakeWork(done_at) for done_at in (1, 3, 1, 2)]
@@ -183,8 +183,8 @@ def test_works_are_watched_in_their_order_until_each_is_done():
     assert aborted == []
 
 
-def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
-    """The abort releases the GPU last: then the host continues, and must find the failure."""
+def test_watchdog_aborts_a_stuck_collective_only_after_the_limit():
+    """The abort lets the host continue, so the failure must be set before the abort."""
     given_up = threading.Event()
     failures: list[str] = []
 
@@ -207,7 +207,7 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_a_process_ends_where_its_gpu_is_not_let_go(is_heard):
+def test_process_ends_unless_the_host_notices_the_abort(is_heard):
     """A kernel that waits for a lost GPU blocks the host that waits for the kernel."""
     given_up, ended = threading.Event(), threading.Event()
     said: list[str] = []
@@ -230,8 +230,8 @@ def test_a_process_ends_where_its_gpu_is_not_let_go(is_heard):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("way", ["blocks", "raises", "returns late"])
-def test_a_process_ends_whatever_abort_does(way):
-    """NCCL's abort can wait for the lost GPU itself, and then the process never ended."""
+def test_process_ends_even_if_abort_blocks_or_raises(way):
+    """Regression: NCCL's abort can wait for the lost GPU, and then the process never ended."""
     released, ended = threading.Event(), threading.Event()
 
     def abort() -> None:
@@ -248,7 +248,7 @@ def test_a_process_ends_whatever_abort_does(way):
 
 
 def test_the_threads_of_a_watchdog_use_the_gpu_of_their_rank():
-    """Asking whether a collective is done made a context of half a gigabyte on GPU 0."""
+    """Regression: polling a collective created a context of half a gigabyte on GPU 0."""
     users: dict[str, bool] = {}
     own = threading.local()
     aborted = threading.Event()
@@ -271,7 +271,7 @@ def test_the_threads_of_a_watchdog_use_the_gpu_of_their_rank():
     assert users == {"watchdog": True, "abort": True}
 
 
-def test_a_watch_that_has_ended_has_no_thread():
+def test_ended_watchdog_has_no_thread():
     before = set(threading.enumerate())
     watchdog = Watchdog(30.0, lambda: None, lambda: "")
     (thread,) = set(threading.enumerate()) - before
@@ -280,8 +280,8 @@ def test_a_watch_that_has_ended_has_no_thread():
     assert not thread.is_alive()
 
 
-def test_gpus_are_left_before_the_host():
-    """NCCL's end may need what the host's way still gives."""
+def test_gpu_communicator_closes_before_the_host_communicator():
+    """The shutdown of NCCL may still need the host communicator."""
     left: list[str] = []
 
     class Leaving(Solo):
@@ -296,16 +296,16 @@ def test_gpus_are_left_before_the_host():
 
 
 @pytest.mark.parametrize("before", [None, "1"])
-def test_torchs_watchdog_is_told_only_while_a_group_is_made(monkeypatch, before):
+def test_nccl_watchdog_variable_is_restored_and_user_value_kept(monkeypatch, before):
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     if before is None:
         monkeypatch.delenv(name, raising=False)
-    else:  # whoever set it knows why
+    else:  # the user has set it
         monkeypatch.setenv(name, before)
     with communicators._nccl_leaves_errors_to_us():
         assert os.environ[name] == (before or "0")
     assert os.environ.get(name) == before
 
 
-def test_tensors_of_the_host_are_not_on_a_gpu():
+def test_cpu_and_meta_tensors_are_not_on_a_gpu():
     assert not is_on_gpu(torch.ones(1)) and not is_on_gpu(torch.ones(1, device="meta"))

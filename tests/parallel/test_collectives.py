@@ -22,7 +22,8 @@ from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 
-# Values, so that pieces end before, at and behind the borders of a slot and of the shared sum.
+# Numbers of values, so that pieces end before, at and after the end of a slot and of the shared
+# sum.
 SIZES = [0, 1, 7, 576, SHARED_SUM_BYTES // 4 - 1, SHARED_SUM_BYTES // 4, 100_003]
 BORDERS = [SLOT_BYTES // 4 - 1, SLOT_BYTES // 4, SLOT_BYTES // 4 + 1, 3 * SLOT_BYTES // 4 + 5]
 
@@ -82,7 +83,7 @@ def test_gloo_sums_are_the_same_bits_on_every_rank(ranks, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_tensors_larger_than_a_slot_go_in_pieces(ranks, size):
+def test_sums_of_tensors_larger_than_a_slot_are_correct(ranks, size):
     results = ranks(size).run(reduce_sizes, BORDERS, torch.float32)
     check_sums(results, BORDERS, torch.float32, half_ulps=2 * size)
 
@@ -96,7 +97,7 @@ def reduce_in_inference_mode_and_out(comm: Communicator) -> list[float]:
     return sums
 
 
-def test_inference_mode_makes_no_difference(ranks):
+def test_all_reduce_works_in_and_after_inference_mode(ranks):
     assert ranks(2).run(reduce_in_inference_mode_and_out) == [[9.0] * 4] * 2
 
 
@@ -109,7 +110,7 @@ def move_strided(comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_views_with_gaps_are_changed_in_place_and_nothing_beside_them(ranks, shared_memory):
+def test_strided_views_are_updated_in_place_without_touching_gaps(ranks, shared_memory):
     bases = [torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * rank for rank in range(3)]
     for rank, (reduced, sent, gathered) in enumerate(ranks(3, shared_memory).run(move_strided)):
         expected = bases[rank].clone()
@@ -180,7 +181,7 @@ def test_two_thousand_collectives_back_to_back_do_not_mix(ranks, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_are_late_by_chance_change_nothing(ranks, size):
+def test_random_delays_of_ranks_change_no_result(ranks, size):
     """Delays from microseconds to 4 ms pass through spinning, yielding and sleeping."""
     ranks(size).run(race, 2, 400, 0.004)
 
@@ -192,8 +193,8 @@ def go_different_ways(comm: Communicator) -> None:
         comm.all_reduce(torch.zeros(5))
 
 
-def test_ranks_in_different_collectives_are_told_so(ranks):
-    """Without signatures, one would read the other's slot as its own kind of data."""
+def test_ranks_in_different_collectives_report_both_calls(ranks):
+    """Without signatures, a rank would read the other rank's slot as data of its own collective."""
     with pytest.raises(RankFailed, match="different collectives") as raised:
         ranks(2).run(go_different_ways)
     assert "all_gather of 12 values of torch.uint8" in str(raised.value)
@@ -205,7 +206,7 @@ def send_bytes(comm: Communicator, messages: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_bytes_arrive_whole(ranks, shared_memory):
+def test_broadcast_bytes_delivers_whole_messages(ranks, shared_memory):
     messages = [b"", b"\0", b"llama" * 1000, bytes(range(256)) * (SLOT_BYTES // 200)]
     for received in ranks(2, shared_memory).run(send_bytes, messages):
         assert received == messages
@@ -227,14 +228,14 @@ class Announcing(Solo):
 
 
 @pytest.mark.parametrize("length", [-1, MAX_MESSAGE_BYTES + 1, 2**62])
-def test_an_impossible_length_is_refused_before_memory_is_taken(length):
+def test_impossible_message_length_is_refused_before_allocation(length):
     comm = Announcing(length)
     with pytest.raises(RankError, match=f"message of {length} bytes"):
         broadcast_bytes(comm, None)
     assert comm.seen == [1]
 
 
-def test_rank_0_must_have_something_to_say():
+def test_rank_0_cannot_broadcast_none():
     with pytest.raises(ValueError, match="broadcasts nothing"):
         broadcast_bytes(Solo(), None)
 
@@ -255,8 +256,8 @@ def wait_for_a_late_word(comm: Communicator) -> float:
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_a_rank_without_work_waits_longer_than_the_timeout(ranks, shared_memory):
-    """Rank 0 may wait for a person for hours; the others must not take that for a fault."""
+def test_idle_rank_may_wait_longer_than_the_timeout(ranks, shared_memory):
+    """Rank 0 may wait for a user for hours, which the other ranks must not treat as a fault."""
     for waited in ranks(2, shared_memory).run(wait_for_a_late_word):
         assert waited > 1.0
 
@@ -276,8 +277,8 @@ def load_for_long(comm: Communicator) -> float:
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_a_rank_that_gets_on_with_loading_is_not_late(ranks, shared_memory):
-    """Ranks load at different speeds; a rank that is still loading must not be late."""
+def test_loading_rank_that_sends_keepalives_is_not_late(ranks, shared_memory):
+    """Ranks load at different speeds."""
     for waited in ranks(3, shared_memory).run(load_for_long):
         assert waited > 3.5
 
@@ -297,7 +298,7 @@ def stop_loading(comm: Communicator) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_a_rank_that_gets_stuck_in_loading_is_named(shared_memory):
+def test_rank_that_hangs_while_loading_is_named(shared_memory):
     with Ranks(3, shared_memory) as pool:
         for rank, outcome in enumerate(pool.outcomes(stop_loading, lost=[1])):
             if rank != 1:
@@ -322,8 +323,8 @@ def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
-    """Its own message has an address and a port, and no rank."""
+def test_gloo_names_the_rank_that_has_died_or_is_stopped(number):
+    """The error message of gloo has an address and a port, but no rank."""
     with Ranks(3, False) as pool:
         for rank, outcome in enumerate(pool.outcomes(fall_silent, number, lost=[1])):
             if rank != 1:
@@ -349,7 +350,7 @@ def lose_a_rank_while_idle(comm: Communicator) -> str:
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_a_rank_that_dies_between_collectives_is_named_too(shared_memory):
+def test_rank_that_dies_between_collectives_is_named(shared_memory):
     with Ranks(3, shared_memory) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_a_rank_while_idle, lost=[1])):
             if rank != 1:
@@ -368,7 +369,7 @@ def test_collectives_with_and_without_timeout_can_alternate(ranks, shared_memory
     ranks(3, shared_memory).run(take_turns)
 
 
-def test_one_rank_alone_needs_nobody():
+def test_solo_collectives_return_the_input_and_gather_a_copy():
     comm = Solo()
     x = torch.arange(6.0).view(2, 3)
     assert comm.all_reduce(x) is x and comm.broadcast(x) is x

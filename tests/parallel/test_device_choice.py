@@ -21,13 +21,13 @@ from parallel_llama.parallel.rank_env import is_one_host, local_world, world
     [(0, "cpu", "cpu"), (1, "cuda", "cpu"), (2, "cuda", "cuda"), (8, "cuda", "cuda")],
 )
 def test_auto_takes_gpus_only_where_every_rank_gets_its_own(n_gpus, one_rank, two_ranks):
-    """Two ranks on a host with one GPU died in set_device, for example in the quickstart."""
+    """Regression: two ranks on a host with one GPU, as in the quickstart, died in set_device."""
     assert choose_device("auto", 1, n_gpus) == one_rank
     assert choose_device("auto", 2, n_gpus) == two_ranks
     assert choose_device("cpu", 2, n_gpus) == "cpu"
 
 
-def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_gpus():
+def test_cuda_with_too_few_gpus_is_refused_with_both_counts():
     with pytest.raises(UsageError, match=r"3 ranks on this host and 2 GPUs.*at most 2 on"):
         choose_device("cuda", 3, 2)
     with pytest.raises(UsageError, match=r"torch sees no CUDA device here; use --device cpu"):
@@ -41,7 +41,7 @@ def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_gpus():
     ("visible", "n_seen"),
     [("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0, 2", 1), ("GPU-8a,GPU-07", 2)],
 )
-def test_gpus_are_counted_without_torch_as_the_driver_would_show_them(tmp_path, visible, n_seen):
+def test_gpu_count_without_torch_obeys_cuda_visible_devices(tmp_path, visible, n_seen):
     (tmp_path / "dev").mkdir()
     assert count_gpus(tmp_path, visible) == 0
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
@@ -49,7 +49,7 @@ def test_gpus_are_counted_without_torch_as_the_driver_would_show_them(tmp_path, 
     assert count_gpus(tmp_path, visible) == n_seen
 
 
-def test_all_gpus_of_a_host_are_counted_where_nothing_hides_them(tmp_path, monkeypatch):
+def test_all_gpus_are_counted_without_cuda_visible_devices(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert count_gpus(tmp_path) == 0
     (tmp_path / "dev").mkdir()
@@ -57,8 +57,8 @@ def test_all_gpus_of_a_host_are_counted_where_nothing_hides_them(tmp_path, monke
     assert count_gpus(tmp_path) == 1
 
 
-def test_a_rank_has_the_gpu_of_its_number_on_its_own_host(monkeypatch):
-    """Rank 5 is the second rank of its host; it took GPU 5."""
+def test_rank_gets_the_gpu_of_its_local_rank(monkeypatch):
+    """Regression: rank 5, which is the second rank of its host, took GPU 5."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     assert local_world(8) == (5, 8)
@@ -75,8 +75,8 @@ def test_a_rank_has_the_gpu_of_its_number_on_its_own_host(monkeypatch):
     assert local_world(3) == (0, 3)
 
 
-def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(monkeypatch):
-    """LOCAL_RANK without LOCAL_WORLD_SIZE was refused, although it alone selects a rank's GPU."""
+def test_local_rank_without_local_world_size_is_accepted(monkeypatch):
+    """Regression: LOCAL_RANK alone was refused, although it selects the GPU of a rank."""
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert local_world(8) == (1, 8)
@@ -122,8 +122,8 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "1"}
         (POD | {"MASTER_ADDR": "leader.default"}, False),
     ],
 )  # fmt: skip
-def test_ranks_of_unknown_hosts_do_not_count_as_ranks_of_one(put, env, is_one):
-    """Ranks that were started by hand on several hosts exchanged twice as often, for --exact."""
+def test_is_one_host_only_if_the_environment_proves_it(put, env, is_one):
+    """Regression: with --exact, ranks started by hand on several hosts exchanged twice as often."""
     put(env)
     assert is_one_host(world()[1]) == is_one
 
@@ -164,7 +164,7 @@ CPU, REFUSED = "cpu", "4 ranks on this host and 1 GPU, but"
         ({}, 2, 2, CPU, "8 ranks on this host and 2 GPUs"),
     ],
 )
-def test_every_launchers_rank_gets_its_gpu(
+def test_rank_of_every_launcher_gets_its_gpu(
     put: Callable[[Mapping[str, str]], None],
     tmp_path: Path,
     env: Mapping[str, str],
@@ -173,7 +173,7 @@ def test_every_launchers_rank_gets_its_gpu(
     auto: int | str,
     cuda: int | str,
 ) -> None:
-    """With one visible GPU per task, `auto` took the CPU and `cuda` was refused."""
+    """Regression: with one visible GPU per task, `auto` took the CPU and `cuda` was refused."""
     (tmp_path / "dev").mkdir()
     for number in range(n_files):
         (tmp_path / "dev" / f"nvidia{number}").touch()
@@ -201,17 +201,17 @@ def test_two_ranks_with_one_gpu_are_named() -> None:
     require_own_gpus([RankInfo(n, 3, {}, "", n, "") for n in range(3)])
 
 
-def test_ranks_of_a_script_in_srun_know_the_ranks_of_their_host(
+def test_script_in_srun_uses_slurm_local_world_if_ranks_agree(
     put: Callable[[Mapping[str, str]], None],
 ) -> None:
-    """All 8 ranks were assumed to be on one host."""
+    """Regression: all 8 ranks were assumed to be on one host."""
     put({**SRUN, **BY_HAND, "LOCAL_RANK": "1"})
     assert local_world(8) == (1, 4)
     put({"RANK": "4"})  # another launcher's rank
     assert local_world(8) == (1, 8)
 
 
-def test_a_gpu_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):
+def test_use_device_sets_the_gpu_of_the_calling_thread(monkeypatch):
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         communicators.torch.cuda,
@@ -225,8 +225,8 @@ def test_a_gpu_becomes_the_current_one_of_the_thread_that_asks(monkeypatch):
     assert taken == [("other", torch.device("cuda", 1))]
 
 
-def test_a_device_without_an_index_is_the_current_gpu(monkeypatch):
-    """torch.cuda.set_device refuses it, which ended the threads that were to launch work."""
+def test_use_device_without_an_index_keeps_the_current_gpu(monkeypatch):
+    """Regression: set_device refuses such a device, which ended the threads that launch work."""
 
     def set_device(device: torch.device) -> None:
         chosen.append(torch.cuda._utils._get_device_index(device))

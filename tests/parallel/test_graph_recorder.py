@@ -13,7 +13,7 @@ from parallel_llama.parallel.cuda_graphs import GraphRecorder, NotCapturable, re
 
 
 class GPU:
-    """What torch and the allocator know of one GPU.
+    """The state of one GPU in torch and in the allocator.
 
     As in torch, a capture that has become invalid raises when it ends, before the allocator is
     called and before the stream of the caller is current again.
@@ -82,7 +82,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
 
 
 def test_graphs_of_one_model_share_their_memory(gpu: GPU) -> None:
-    """Each of nine graphs kept the intermediates of its own step, and a workspace of cuBLAS."""
+    """Regression: each of nine graphs kept its own intermediates and its own cuBLAS workspace."""
     record = GraphRecorder()
     for number in range(3):
         result, replay = record(lambda number=number: number)
@@ -93,7 +93,7 @@ def test_graphs_of_one_model_share_their_memory(gpu: GPU) -> None:
 
 
 def test_a_failed_capture_leaves_a_usable_allocator(gpu: GPU) -> None:
-    """The allocator assumed an active capture, and freed no memory that another stream had used."""
+    """Regression: the allocator assumed a capture, and freed no memory used by other streams."""
     record = GraphRecorder()
     gpu.is_valid = False
     with pytest.raises(RuntimeError, match="previous error during capture"):
@@ -101,7 +101,7 @@ def test_a_failed_capture_leaves_a_usable_allocator(gpu: GPU) -> None:
     assert not gpu.captures and not gpu.pools and gpu.stream.name == "own"
 
 
-def test_a_step_that_raises_in_a_capture_ends_it_once(gpu: GPU) -> None:
+def test_step_that_raises_in_a_capture_ends_the_capture_once(gpu: GPU) -> None:
     def step() -> None:
         if gpu.captures:
             raise torch.OutOfMemoryError("no memory")
@@ -137,7 +137,7 @@ def test_an_operator_that_waits_for_the_device_is_named(
             require_capturable(lambda: read(x))
 
 
-def test_another_error_of_a_step_is_not_hidden() -> None:
+def test_require_capturable_passes_other_errors_through() -> None:
     def step() -> None:
         raise RuntimeError("no memory")
 

@@ -31,9 +31,9 @@ Run = Callable[..., list[tuple[int, str, str]]]
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """Runs a command line on each rank, as torchrun on two hosts would; code, stdout and stderr."""
+    """Runs one command per rank, as on several hosts; returns exit codes, stdout and stderr."""
     processes: list[subprocess.Popen[str]] = []
-    # Bound as long as the test runs, so that nobody else gets the port; rank 0 may bind it too.
+    # Bound during the whole test, so that no other process gets the port; rank 0 may bind it too.
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ def run() -> Iterator[Run]:
         process.wait()
 
 
-def test_ranks_with_the_same_in_other_places_go_on(model, other, run):
+def test_ranks_with_equal_files_in_different_folders_run(model, other, run):
     first, second = run((*GENERATE, "--model", str(model)), (*GENERATE, "--model", str(other)))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert json.loads(first[1])["tokens"] and not second[1]
@@ -79,8 +79,8 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("flags", "says"), DIFFERENT, ids=lambda case: str(case)[:30])
-def test_a_setting_that_differs_is_named(model, run, flags, says):
-    """Each was exit code 0 and wrong tokens, or a hang."""
+def test_setting_that_differs_between_ranks_is_named(model, run, flags, says):
+    """Regression: the ranks hung, or ended with exit code 0 and wrong tokens."""
     command = (*GENERATE, "--model", str(model))
     for code, out, err in run(command, (*command, *flags)):
         assert (code, out) == (1, "")
@@ -115,8 +115,8 @@ def add_a_manifest(folder: Path) -> str:
 @pytest.mark.parametrize(
     "change", [change_weights, change_tokenizer, change_config, add_a_manifest]
 )
-def test_a_file_that_differs_is_named(model, other, run, change):
-    """Two checkpoints of one shape gave wrong tokens and exit code 0."""
+def test_file_that_differs_between_ranks_is_named(model, other, run, change):
+    """Regression: two checkpoints of the same shape gave wrong tokens and exit code 0."""
     says = change(other)
     for code, out, err in run(
         (*GENERATE, "--model", str(model)), (*GENERATE, "--model", str(other))
@@ -125,21 +125,21 @@ def test_a_file_that_differs_is_named(model, other, run, change):
         assert says in err and "Traceback" not in err
 
 
-def test_another_command_is_named(model, run):
+def test_command_that_differs_between_ranks_is_named(model, run):
     bench = ("bench", "--model", str(model), "--prompt-tokens", "8", "--max-tokens", "4")
     for code, _, err in run((*GENERATE, "--model", str(model)), bench):
         assert code == 1
         assert "command: rank 1 of 2 has bench and rank 0 has generate" in err
 
 
-def test_the_odd_one_of_three_is_named(model, run):
+def test_rank_that_differs_from_two_others_is_named(model, run):
     command = (*GENERATE, "--model", str(model))
     for code, _, err in run((*command, "--block-size", "8"), command, command):
         assert code == 1
         assert "block_size: rank 0 of 3 has 8 and rank 1 has 16" in err
 
 
-def test_a_fingerprint_is_of_what_files_hold_and_not_of_where_they_lie(model, other):
+def test_fingerprint_depends_on_content_and_not_on_the_path(model, other):
     before = fingerprint(find_model(str(model)))
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= before.keys()
     assert fingerprint(find_model(str(other))) == before
@@ -153,7 +153,7 @@ def test_a_fingerprint_is_of_what_files_hold_and_not_of_where_they_lie(model, ot
         data[at] ^= 1
 
 
-def test_a_fingerprint_has_every_tokenizer_that_could_be_read(tmp_path, model):
+def test_fingerprint_covers_every_tokenizer_file(tmp_path, model):
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     for name in TOKENIZER_FILES:
         (folder / name).write_text("{}")
@@ -163,21 +163,21 @@ def test_a_fingerprint_has_every_tokenizer_that_could_be_read(tmp_path, model):
         assert fingerprint(find_model(str(folder)))[name] != before[name]
 
 
-def test_a_fingerprint_of_large_weights_samples_them(tmp_path, model):
+def test_fingerprint_of_large_weights_detects_a_2_mib_change(tmp_path, model):
     folder = Path(shutil.copytree(model, tmp_path / "large"))
     path = folder / "model.safetensors"
     with path.open("r+b") as file:
         file.truncate(64 << 20)
     before = fingerprint(find_model(str(folder)))
-    with path.open("r+b") as file:  # a stretch that no sample can miss
+    with path.open("r+b") as file:  # longer than the distance between samples
         file.seek(40 << 20)
         file.write(b"x" * (2 << 20))
     assert fingerprint(find_model(str(folder)))[path.name] != before[path.name]
 
 
 @pytest.mark.parametrize(("n", "failed"), [(2, 1), (3, 0)])
-def test_ranks_hear_of_one_that_fails_before_it_joins(model, run, n, failed):
-    """They waited a minute for it, and said only that it never joined."""
+def test_all_ranks_report_a_rank_that_fails_before_it_joins(model, run, n, failed):
+    """Regression: the other ranks waited a minute, and reported only that the rank never joined."""
     command = (*GENERATE, "--model", str(model), "--start-timeout", "150")
     commands = [command] * n
     commands[failed] = (*command, "--temperature", "hot")
@@ -190,7 +190,7 @@ def test_ranks_hear_of_one_that_fails_before_it_joins(model, run, n, failed):
     assert time.monotonic() - started < 100
 
 
-def test_the_same_mistake_on_all_ranks_ends_them_all(model, run):
+def test_usage_error_on_all_ranks_ends_each_with_exit_code_2(model, run):
     command = (*GENERATE, "--model", str(model), "--temperature", "hot")
     for code, out, err in run(command, command, command):
         assert (code, out) == (2, "") and err.count("--temperature") == 1

@@ -1,4 +1,4 @@
-"""Launching ranks on one host: their environment, their end, and that none outlives the parent."""
+"""Launching ranks on one host: environment, exit codes, and no rank outlives its parent."""
 
 import ast
 import importlib
@@ -30,7 +30,7 @@ from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_ran
 from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, rank_env, world
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one
+LIMIT_S = 200  # for one or two seconds of work: only a hang may fail, not a busy machine
 LAUNCH = """
 import signal, sys
 from parallel_llama.parallel import launch
@@ -124,7 +124,7 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def test_ranks_find_torchruns_environment_and_rank_0_the_terminal(start):
+def test_ranks_get_torchrun_environment_and_rank_0_gets_stdin(start):
     keys = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
     process = start(3, "environment", *keys, OMP_NUM_THREADS="")
     stdout, stderr = process.communicate("input", timeout=LIMIT_S)
@@ -140,9 +140,7 @@ def test_ranks_find_torchruns_environment_and_rank_0_the_terminal(start):
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "3"), ("5", "5")])
-def test_the_number_of_threads_is_given_unless_the_person_set_one(
-    start, monkeypatch, own, expected
-):
+def test_launcher_sets_omp_num_threads_unless_the_user_did(start, monkeypatch, own, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     process = start(
         1, "environment", "OMP_NUM_THREADS", **({"OMP_NUM_THREADS": own} if own else {})
@@ -171,7 +169,7 @@ def test_the_rank_that_failed_first_gives_message_and_code(
 
 
 @pytest.mark.parametrize(("rank", "name"), [(1, "SIGKILL"), (0, "SIGSEGV")])
-def test_a_rank_that_dies_of_a_signal_is_named_with_it(start, rank, name):
+def test_rank_killed_by_a_signal_is_named_with_the_signal(start, rank, name):
     process = start(2, "die", str(rank), str(int(signal.Signals[name])))
     _, stderr = process.communicate("", timeout=LIMIT_S)
     assert process.returncode == 1
@@ -179,8 +177,8 @@ def test_a_rank_that_dies_of_a_signal_is_named_with_it(start, rank, name):
     assert message.startswith(f"parallel-llama: [rank {rank}] was killed by {name}")
 
 
-def test_the_launcher_waits_for_the_exchange_in_which_a_rank_was_missed(start):
-    """The launcher read the reports once, and other ranks may notice the end of a rank later."""
+def test_launcher_waits_for_reports_of_the_remaining_ranks(start):
+    """Regression: the launcher read the reports once, before other ranks noticed the lost rank."""
     process = start(2, "die_then_report", "0.2")
     _, stderr = process.communicate("", timeout=LIMIT_S)
     (message,) = messages(stderr)
@@ -188,8 +186,8 @@ def test_the_launcher_waits_for_the_exchange_in_which_a_rank_was_missed(start):
     assert "\n  rank 0 is in exchange 5\n  rank 1 has ended, so its stack is unknown\n" in stderr
 
 
-def test_a_report_and_its_code_do_not_wait_for_a_slow_end(start, tmp_path):
-    """The end of a process with torch takes up to a second on a busy machine."""
+def test_report_and_exit_code_do_not_wait_for_a_slow_exit(start, tmp_path):
+    """A process with torch takes up to a second to exit on a busy machine."""
     process = start(1, "end_slowly", str(tmp_path / "ended"), mode="hasty")
     assert process.stderr.readline() == "parallel-llama: the cause of it all\n"
     assert process.wait(LIMIT_S) == 2
@@ -206,7 +204,7 @@ def test_a_traceback_names_its_rank_in_the_first_line(start):
 
 
 @pytest.mark.parametrize("mode", ["", "interactive", "late"])
-def test_ctrl_c_ends_everything(start, mode):
+def test_ctrl_c_ends_all_ranks_with_exit_code_130(start, mode):
     process = start(3, "sleep", mode=mode)
     pids = read_pids(process, 3)
     os.killpg(process.pid, signal.SIGINT)
@@ -230,8 +228,8 @@ os._exit(status)
 """
 
 
-def test_a_rank_in_the_background_is_not_stopped_when_it_writes_to_the_terminal():
-    """With `stty tostop` it would hang."""
+def test_background_rank_can_write_to_a_terminal_with_tostop():
+    """With `stty tostop`, SIGTTOU would stop such a rank."""
     pid, terminal = pty.fork()
     if not pid:
         os.execve(sys.executable, [sys.executable, "-c", IN_BACKGROUND], environ())
@@ -240,15 +238,15 @@ def test_a_rank_in_the_background_is_not_stopped_when_it_writes_to_the_terminal(
     os.close(terminal)
 
 
-def test_any_thread_may_tie_its_process_to_its_parent():
-    """An LLM in a thread under torchrun failed, because only the main thread may handle signals."""
+def test_end_with_parent_works_in_any_thread():
+    """Regression: an LLM in a thread under torchrun failed, as it cannot set a signal handler."""
     text = "import threading as t, parallel_llama.parallel.rank_env as r\n"
     text += "thread = t.Thread(target=r.end_with_parent); thread.start(); thread.join()"
     done = run_python("-c", text, env=environ())
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_rank_0_that_does_not_hear_ctrl_c_is_ended_too(start):
+def test_rank_0_that_ignores_ctrl_c_is_ended_after_the_limit(start):
     process = start(2, "sleep", "deaf", mode="impatient")
     pids = read_pids(process, 2)
     pressed = time.monotonic()
@@ -258,8 +256,8 @@ def test_a_rank_0_that_does_not_hear_ctrl_c_is_ended_too(start):
     assert all_gone(pids)
 
 
-def test_an_interactive_program_goes_on_however_often_ctrl_c_is_pressed(start):
-    """Two within a second ended it and lost the talk; rank 0 alone knows what they mean."""
+def test_repeated_ctrl_c_does_not_end_an_interactive_program(start):
+    """Regression: two presses within a second ended the chat, but only rank 0 may decide that."""
     process = start(2, "sleep", "listening", mode="interactive")
     read_pids(process, 2)
     for _ in range(4):
@@ -283,7 +281,7 @@ def test_no_rank_outlives_a_killed_parent(start):
     assert all_gone(pids)
 
 
-def test_ranks_meet_on_loopback_alone_and_die_with_their_parent(start):
+def test_ranks_listen_only_on_loopback_and_die_with_their_parent(start):
     """A store that torch opens itself listens on every interface, without any authorisation."""
     process = start(2, "reduce", "stay")
     pids = read_pids(process, 2)
@@ -299,7 +297,7 @@ def test_ranks_meet_on_loopback_alone_and_die_with_their_parent(start):
     assert all_gone(pids)
 
 
-def test_ranks_that_joined_compute_together(start):
+def test_joined_ranks_sum_in_shared_memory_and_cannot_join_twice(start):
     process = start(3, "reduce", "twice")
     stdout, stderr = process.communicate("", timeout=LIMIT_S)
     assert process.returncode == 0, stderr
@@ -311,7 +309,7 @@ def test_ranks_that_joined_compute_together(start):
     assert len([line for line in found if "error" in line]) == 3
 
 
-def test_two_launches_at_once_do_not_meet(start):
+def test_concurrent_launches_do_not_join_each_other(start):
     runs = [start(2, "reduce"), start(3, "reduce")]
     assert [run.communicate("", timeout=LIMIT_S)[0] for run in runs] == ["total 3\n", "total 6\n"]
 
@@ -335,7 +333,7 @@ Meet = Callable[..., list[dict[str, Any]]]
 def meet() -> Iterator[Meet]:
     """Starts processes by hand, as (RANK, WORLD_SIZE, color), and returns their outcomes."""
     processes: list[subprocess.Popen[str]] = []
-    # Bound as long as the test runs, so that nobody else gets the port; rank 0 may bind it too.
+    # Bound during the whole test, so that no other process gets the port; rank 0 may bind it too.
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", 0))
@@ -359,7 +357,7 @@ def meet() -> Iterator[Meet]:
         rank_0_s: float | None = None,
         own: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     ) -> list[dict[str, Any]]:
-        """`own` are variables of single ranks.
+        """`own` has environment variables of single ranks.
 
         With `rank_0_s`, rank 0 starts after the ranks before it have begun to wait.
         """
@@ -383,19 +381,19 @@ def meet() -> Iterator[Meet]:
         process.wait()
 
 
-def test_ranks_that_are_started_by_hand_meet_and_wait_for_nobody_else(meet):
+def test_ranks_started_by_hand_complete_the_rendezvous(meet):
     assert [line["outcome"] for line in meet((0, 2, ""), (1, 2, ""))] == ["met"] * 2
 
 
-def test_a_rank_that_never_comes_is_named_and_awaited_no_longer_than_the_timeout(meet):
-    """It took 300 s, and no flag changed that."""
+def test_missing_ranks_are_named_after_the_start_timeout(meet):
+    """Regression: rank 0 waited for 300 s, and no flag changed this limit."""
     (line,) = meet((0, 3, ""), timeout_s=2)
     assert line["outcome"].startswith("ranks 1, 2 of 3 never joined within 2 s")
     assert line["seconds"] < 60
     assert line["awaited"][-1] == [1, 2]
 
 
-def test_where_rank_0_never_comes_it_is_named(meet):
+def test_missing_rank_0_is_named_with_its_address(meet):
     (line,) = meet((1, 2, ""), timeout_s=2)
     assert line["outcome"].startswith(
         "rank 1 of 2 found no other rank: rank 0 of 2 did not answer at MASTER_ADDR=127.0.0.1"
@@ -403,15 +401,15 @@ def test_where_rank_0_never_comes_it_is_named(meet):
     assert line["seconds"] < 60
 
 
-def test_where_rank_0_gives_up_the_others_hear_of_it(meet):
-    """The store ends with it, and they could not say which rank was missing."""
+def test_other_ranks_report_why_rank_0_gave_up(meet):
+    """Regression: the store ended with rank 0, so other ranks could not name the missing rank."""
     left, given_up = meet((1, 3, ""), (0, 3, ""), rank_0_s=3)
     assert given_up["outcome"].startswith("rank 2 of 3 never joined within 3 s")
     assert left["outcome"] == given_up["outcome"]
 
 
-def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):
-    """They waited for each other, or for a rank that was never started."""
+def test_ranks_report_different_world_sizes(meet):
+    """Regression: the ranks waited for each other, or for a rank that was never started."""
     for line in meet((0, 2, ""), (1, 3, "")):
         assert re.fullmatch(
             r"rank (0|1) \(process \d+ on \S+\) is one of (2|3) ranks and rank (0|1) "
@@ -422,7 +420,7 @@ def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_processes_of_one_rank_are_both_named(meet, rank):
+def test_two_processes_with_the_same_rank_are_both_named(meet, rank):
     others = [(0, 3, "")] if rank else []
     for line in meet(*others, (rank, 3, ""), (rank, 3, "")):
         assert re.fullmatch(
@@ -433,7 +431,7 @@ def test_two_processes_of_one_rank_are_both_named(meet, rank):
         assert line["seconds"] < LIMIT_S / 2
 
 
-def test_ranks_that_are_about_to_do_different_things_are_told_which(meet):
+def test_ranks_with_different_facts_report_the_difference(meet):
     for line in meet((0, 3, "red"), (1, 3, "blue"), (2, 3, "red")):
         assert "color: rank 1 of 3 has blue and rank 0 has red" in line["outcome"]
 
@@ -444,13 +442,13 @@ def secret_file(path: Path, secret: str, mode: int = 0o600) -> dict[str, str]:
     return {"PARALLEL_LLAMA_SECRET_FILE": str(path)}
 
 
-def test_ranks_meet_by_the_secret_of_a_file(meet, tmp_path):
+def test_ranks_with_the_same_secret_file_join(meet, tmp_path):
     files = {rank: secret_file(tmp_path / f"{rank}", "s" * 64) for rank in range(3)}
     lines = meet(*((rank, 3, "") for rank in range(3)), own=files)
     assert [line["outcome"] for line in lines] == ["met"] * 3
 
 
-def test_a_rank_with_another_secret_is_not_met(meet, tmp_path):
+def test_rank_with_another_secret_cannot_join(meet, tmp_path):
     files = {rank: secret_file(tmp_path / f"{rank}", f"{rank > 1}" * 16) for rank in range(3)}
     *known, stranger = meet(*((rank, 3, "") for rank in range(3)), own=files, timeout_s=6)
     for line in known:
@@ -466,16 +464,16 @@ def test_a_rank_with_another_secret_is_not_met(meet, tmp_path):
     ("secret", "mode", "says"),
     [("s" * 31, 0o600, "has 31 bytes; use 32 to 4096"), ("s" * 64, 0o644, "run: chmod 600")],
 )
-def test_a_secret_that_is_short_or_open_to_others_is_refused(put, tmp_path, secret, mode, says):
+def test_secret_that_is_short_or_readable_by_others_is_refused(put, tmp_path, secret, mode, says):
     env = {**PMI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     put({**env, **secret_file(tmp_path / "secret", secret, mode)})
     with pytest.raises(UsageError, match=says):
         rank_env()
 
 
-def test_ranks_of_two_hosts_connect_by_the_network_on_which_they_meet(hosts):
-    """gloo took the address of the host's name, which other hosts cannot reach."""
-    n = 3  # two of them on one host
+def test_two_hosts_connect_on_the_network_of_master_addr(hosts):
+    """Regression: gloo took the address of the host's name, which other hosts cannot reach."""
+    n = 3  # ranks 1 and 2 are on one host
     more = {"WORLD_SIZE": str(n), "MASTER_ADDR": "10.231.0.1", "MASTER_PORT": "29500"}
     env = environ(**more)
     env.pop("GLOO_SOCKET_IFNAME", None)
@@ -500,8 +498,8 @@ def test_ranks_of_two_hosts_connect_by_the_network_on_which_they_meet(hosts):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, lost):
-    """Only that rank reported it, and the others waited for it until --timeout."""
+def test_all_ranks_promptly_report_a_rank_that_cannot_connect(meet, lost):
+    """Regression: only that rank reported the error, and the others waited until --timeout."""
     ranks = [(rank, 3, "") for rank in range(3)]
     for line in meet(*ranks, own={lost: {"GLOO_SOCKET_IFNAME": "nosuch0"}}, timeout_s=90):
         assert line["outcome"].startswith(f"rank {lost} of 3 cannot connect to the other ranks: ")
@@ -521,7 +519,7 @@ def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, lost):
         (["a" * 64, "b" * 64], "rank 1 of 2 differs from rank 0"),
     ],
 )
-def test_the_odd_rank_is_named(colors, difference):
+def test_require_same_names_the_rank_that_differs(colors, difference):
     infos = [
         RankInfo(rank, len(colors), {} if color is None else {"color": color}, "here", rank, "")
         for rank, color in enumerate(colors)
@@ -534,7 +532,7 @@ def test_the_odd_rank_is_named(colors, difference):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank):
+def test_rank_stopped_before_the_rendezvous_is_reported(start, rank):
     """The store of torch waits without limit for an owner that does not answer."""
     process = start(2, "meet", "3", "", str(rank))
     pids = read_pids(process, 2)
@@ -562,7 +560,7 @@ def outcomes(process: subprocess.Popen[str], n: int) -> list[str]:
 
 
 def store_of(pids: list[int]) -> TCPStore:
-    """The store of ranks that are starting, as any process of the host reaches it."""
+    """Connects to the store of starting ranks, as any process of the host can."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         for pid in pids:
@@ -573,8 +571,11 @@ def store_of(pids: list[int]) -> TCPStore:
     raise AssertionError("no rank listens")
 
 
-def test_a_process_that_nobody_has_started_is_not_met(start):
-    """It joined as the last rank, or ended the start with its own text, including escapes."""
+def test_store_entries_of_a_foreign_process_are_ignored(start):
+    """Regression: a foreign process joined as the last rank, or ended the start with its own text.
+
+    Such a text could contain terminal escapes.
+    """
     n = 3
     process = start(n, "meet", "6", "", str(n - 1))
     store = store_of(read_pids(process, n))
@@ -587,8 +588,11 @@ def test_a_process_that_nobody_has_started_is_not_met(start):
 
 
 @pytest.mark.parametrize(("n", "key"), [(2, "info"), (3, "objection")])
-def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
-    """It knows the prefix from the list of keys. 100,000 brackets caused a RecursionError."""
+def test_forged_store_entry_is_reported_and_not_believed(start, n, key):
+    """The forger finds the prefix of the run in the list of keys.
+
+    Regression: 100,000 brackets caused a RecursionError.
+    """
     process = start(n, "meet", str(LIMIT_S), "", str(n - 1))
     store = store_of(read_pids(process, n))
     while not (keys := store.list_keys()):
@@ -630,7 +634,7 @@ def test_a_rank_that_hangs_or_dies_is_named_with_its_stack(start, kind, cause, f
 
 
 def test_a_rank_0_that_hangs_in_a_step_is_named_with_its_stack(start, model):
-    """The other ranks waited forever, because rank 0 may wait for a person between two steps."""
+    """Regression: the others waited forever, because rank 0 may wait for a user between steps."""
     process = start(2, "hang_in_step", str(model))
     _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
@@ -641,7 +645,10 @@ def test_a_rank_0_that_hangs_in_a_step_is_named_with_its_stack(start, model):
 
 @pytest.mark.parametrize("late", ["", "0", "2"])
 def test_ranks_in_different_collectives_are_named_with_their_stacks(start, late):
-    """A rank that waited for the late one compared nothing, and reported after rank 1 had left."""
+    """Regression: a rank that waited for the late rank did not compare the collectives.
+
+    That rank reported only after rank 1 had left.
+    """
     process = start(3, "fault", "1", "mismatch", late)
     pids = read_pids(process, 3)
     _, stderr = process.communicate(timeout=LIMIT_S)
@@ -667,13 +674,13 @@ start_thread(look, "look", ended.set)
 """
 
 
-def test_a_thread_that_uses_a_store_does_not_abort_a_process_that_ends():
-    """A rank that gave up waiting for another died of SIGABRT, before others could report."""
+def test_thread_that_reads_a_store_does_not_abort_process_exit():
+    """Regression: a rank that gave up waiting died of SIGABRT, before other ranks could report."""
     run = subprocess.run([sys.executable, "-c", LOOKING], env=environ(), timeout=LIMIT_S)
     assert run.returncode == 0
 
 
-def test_the_secret_of_a_run_is_in_no_environment_or_command_line(start):
+def test_run_secret_is_not_in_environment_or_command_line(start):
     process = start(2, "sleep")
     secrets = set()
     for pid in read_pids(process, 2):
@@ -686,8 +693,8 @@ def test_the_secret_of_a_run_is_in_no_environment_or_command_line(start):
     assert len(secrets) == 1
 
 
-def test_libraries_announce_nothing_where_answers_go(capfd):
-    """With torch 2.10 gloo's lines stood between those of --json."""
+def test_silent_stdout_drops_the_output_of_libraries(capfd):
+    """Regression: with torch 2.10, lines of gloo appeared between the lines of --json."""
     print("before")
     with communicators._silent_stdout():
         print("fairscale's")
@@ -696,8 +703,8 @@ def test_libraries_announce_nothing_where_answers_go(capfd):
     assert capfd.readouterr().out == "before\nafter\n"
 
 
-def test_ranks_end_with_a_killed_torchrun():
-    """They ran forever."""
+def test_ranks_end_when_torchrun_is_killed():
+    """Regression: ranks kept running after torchrun was killed."""
     process = subprocess.Popen(
         [*TORCHRUN, "reduce", "stay"], stderr=subprocess.PIPE, text=True, env=environ()
     )
@@ -720,13 +727,13 @@ def test_an_impossible_number_of_ranks_is_refused(nproc):
     ("rank", "size"),
     [("2", "2"), ("-1", "2"), ("0", None), (None, "2"), ("a", "2"), ("0", "0"), ("1e0", "2")],
 )
-def test_an_environment_that_makes_no_sense_is_refused(put, rank, size):
+def test_invalid_rank_or_world_size_is_refused(put, rank, size):
     put({name: value for name, value in (("RANK", rank), ("WORLD_SIZE", size)) if value})
     with pytest.raises(UsageError, match=r"use integers with 0 <= RANK < WORLD_SIZE"):
         world()
 
 
-def test_the_environment_says_rank_and_size(put):
+def test_world_reads_rank_and_world_size(put):
     assert world() == (0, 1)
     put({"RANK": "3", "WORLD_SIZE": "7"})
     assert world() == (3, 7)
@@ -765,7 +772,7 @@ SHELL = {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "5"}  # of salloc
     ],
 )
 def test_tasks_of_slurm_and_mpi_know_their_rank(put, env, expected):
-    """Each ran alone, with the same prompt, and all ended with exit code 0."""
+    """Regression: each task ran alone with the same prompt, and all ended with exit code 0."""
     put(env)
     assert (world(), local_world(3)) == expected
     assert is_started_as_rank()
@@ -781,7 +788,7 @@ def test_tasks_of_slurm_and_mpi_know_their_rank(put, env, expected):
         {**SHELL, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
     ],
 )
-def test_one_task_or_a_shell_of_slurm_starts_its_own_ranks(put, env):
+def test_single_task_or_slurm_shell_is_not_started_as_a_rank(put, env):
     put(env)
     assert world() == (0, 1) and local_world(3) == (0, 3)
     assert not is_started_as_rank()
@@ -795,7 +802,7 @@ def test_one_task_or_a_shell_of_slurm_starts_its_own_ranks(put, env):
         (PMI, "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"),
     ],
 )
-def test_without_an_address_the_launchers_own_line_is_given(put, env, line):
+def test_missing_master_addr_error_has_a_line_for_the_launcher(put, env, line):
     put(env)
     with pytest.raises(UsageError, match=re.escape(line)):
         communicators.join()
@@ -804,14 +811,14 @@ def test_without_an_address_the_launchers_own_line_is_given(put, env, line):
 
 
 @pytest.mark.parametrize(("host", "port"), [("", "29500"), ("127.0.0.1", "0"), ("127.0.0.1", "x")])
-def test_joining_without_an_address_is_refused(put, host, port):
-    """With port 0, as of `torchrun --master-port 0`, ranks waited for 5 minutes."""
+def test_join_with_invalid_address_or_port_is_refused(put, host, port):
+    """Regression: with port 0, as set by `torchrun --master-port 0`, ranks waited for 5 minutes."""
     put({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port})
     with pytest.raises(UsageError, match=f"MASTER_ADDR='{host}', MASTER_PORT='{port}'"):
         communicators.join()
 
 
-def test_a_report_goes_to_the_file_that_the_starter_named(monkeypatch, tmp_path, capsys):
+def test_report_goes_to_the_torchelastic_error_file(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "report"))
     report_error("no room")
     assert capsys.readouterr().err == ""
@@ -819,7 +826,7 @@ def test_a_report_goes_to_the_file_that_the_starter_named(monkeypatch, tmp_path,
     assert report is not None and report.message == "no room"
 
 
-def test_without_a_starter_a_report_goes_to_stderr(monkeypatch, capsys):
+def test_report_without_an_error_file_goes_to_stderr(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     report_error("no room")
     assert capsys.readouterr().err == "parallel-llama: no room\n"
@@ -828,16 +835,16 @@ def test_without_a_starter_a_report_goes_to_stderr(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b"{", b"\xff", b'{"message": 1}', b'{"monotonic_ns": "x"}', b"3"]
 )
-def test_an_error_file_of_another_kind_is_no_report(data):
+def test_read_report_ignores_invalid_error_files(data):
     assert read_report(data) is None
 
 
-def test_a_report_needs_no_more_than_its_two_keys():
+def test_report_needs_only_message_and_monotonic_ns():
     assert read_report(b'{"message": "m", "monotonic_ns": 5}') == Report("m", 5)
 
 
-def test_the_lazy_names_and_their_types_agree():
-    """An editor sees the names that are imported for checkers, a program those of __getattr__."""
+def test_lazy_exports_equal_the_names_for_type_checkers():
+    """Editors see the imports under TYPE_CHECKING, and programs see the names of __getattr__."""
     package = parallel_llama
     tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
     (checked,) = (node for node in tree.body if isinstance(node, ast.If))
@@ -862,10 +869,8 @@ def test_the_lazy_names_and_their_types_agree():
         ({"cpu.max": "?"}, 8),
     ],
 )
-def test_ranks_share_the_cores_that_their_container_has_time_on(
-    tmp_path, monkeypatch, files, cores
-):
-    """A container with time on 2 of 64 cores started 64 threads, which waited for each other."""
+def test_threads_per_rank_obey_the_cgroup_cpu_quota(tmp_path, monkeypatch, files, cores):
+    """Regression: a container with a quota of 2 of 64 cores started 64 threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for name, text in files.items():
         file = tmp_path / "sys/fs/cgroup" / name

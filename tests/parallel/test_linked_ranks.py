@@ -1,4 +1,4 @@
-"""Ranks that were started one by one, on two hosts: the loss of some changes no answer."""
+"""Elastic ranks that are started one by one on two hosts: losing ranks changes no answer."""
 
 import ctypes
 import multiprocessing
@@ -42,7 +42,7 @@ TORCHRUN = {
 
 @pytest.fixture(autouse=True)
 def kept_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that joins a group sets these, here in the process of the tests."""
+    """Restores the variables that a rank sets, here in the test process, when it joins a group."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -72,7 +72,7 @@ def answers(llm: LLM, at_token: Callable[[int], None] = lambda _: None) -> list[
 
 
 def run_rank(host: str, rank: int, size: int, folder: Path, parent: Connection) -> None:
-    """One rank, in the network of a host; rank 0 waits for its parent at some tokens."""
+    """Runs one rank in the network of a host; rank 0 waits for its parent at two token counts."""
     with Path(f"/var/run/netns/{host}").open() as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
@@ -155,7 +155,7 @@ def close(ranks: list) -> None:
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_tensors_larger_than_a_message_are_exchanged_in_pieces(size):
-    """Ranks without a group of torch could not exchange these."""
+    """Regression: ranks without a torch process group could not exchange such tensors."""
     ranks, n = linked(size), MAX_BYTES // 8 * 2 + 3
     parts = [torch.randn(n, dtype=torch.float64) for _ in range(size)]
     widths = [7 + 1000 * (rank == 1) for rank in range(size)]
@@ -186,7 +186,7 @@ def test_tensors_larger_than_a_message_are_exchanged_in_pieces(size):
     close(ranks)
 
 
-def test_a_rank_that_loads_for_longer_than_the_limit_is_not_late(monkeypatch):
+def test_loading_rank_that_sends_keepalives_is_not_late(monkeypatch):
     monkeypatch.setattr("parallel_llama.parallel.sockets._KEEPALIVE_S", 0.05)
     ranks = linked(3)
 
@@ -207,8 +207,8 @@ def test_a_rank_that_loads_for_longer_than_the_limit_is_not_late(monkeypatch):
     close(ranks)
 
 
-def test_ranks_that_are_left_form_one_group_after_another():
-    """Rank 2 says why it ends; rank 1 is lost while the others form their next group."""
+def test_remaining_ranks_form_a_new_group_after_each_loss():
+    """Rank 2 reports why it ends; rank 1 is lost while the others form their next group."""
     ranks = linked(4)
     links = ranks[0][0]
     links.require_alive()
@@ -255,8 +255,8 @@ def test_ranks_that_are_left_form_one_group_after_another():
         each.close()
 
 
-def test_elastic_is_refused_under_torchrun_and_spares_for_ranks_of_others(folder, put, monkeypatch):
-    """torchrun's agent would end the ranks that are left."""
+def test_elastic_in_torchrun_and_spares_for_external_ranks_are_refused(folder, put, monkeypatch):
+    """After the loss of a rank, torchrun's agent would end the remaining ranks."""
     put(TORCHRUN)
     verb, config = load_verb("generate"), LLMConfig(str(folder), elastic=True)
     command = "--model", str(folder), "--prompt", "Once", "--elastic", "--spares=1"

@@ -49,7 +49,7 @@ def faster_up_to(n: int) -> Callable[[Callable[[], object]], float]:
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
-def test_small_sums_go_by_one_shot_and_large_ones_as_before(tp_size):
+def test_small_sums_use_one_shot_and_other_sums_the_group(tp_size):
     def run(comm: ThreadComm) -> None:
         made = Made(comm)
         group = with_one_shot_sums(comm, CPU, made, faster_up_to(1 << 12))
@@ -75,7 +75,7 @@ def test_small_sums_go_by_one_shot_and_large_ones_as_before(tp_size):
 
 
 def test_exchanges_are_timed_in_the_dtype_of_the_model():
-    """float32 was timed for a model in bfloat16, whose sums NCCL moves in half as many bytes."""
+    """Regression: float32 was timed for a bfloat16 model, whose sums are half as many bytes."""
 
     def run(comm: ThreadComm) -> set[torch.dtype]:
         seen: set[torch.dtype] = set()
@@ -93,8 +93,8 @@ def test_exchanges_are_timed_in_the_dtype_of_the_model():
 
 
 @pytest.mark.parametrize("is_captured", [True, False])
-def test_calls_are_timed_in_a_graph_and_as_many_on_every_rank(monkeypatch, is_captured):
-    """The calls from Python were timed, which cost more than the exchange itself."""
+def test_timed_call_count_is_equal_with_and_without_a_graph(monkeypatch, is_captured):
+    """Regression: calls from Python were timed, which cost more than the exchange itself."""
     n_calls, n_replays = 0, 0
 
     def call() -> None:
@@ -132,7 +132,7 @@ def test_calls_are_timed_in_a_graph_and_as_many_on_every_rank(monkeypatch, is_ca
     assert made == one_shot._REPLAYS * n_of_one and (n_replays > 0) == is_captured
 
 
-def test_what_is_nowhere_faster_is_not_taken():
+def test_one_shot_is_not_used_if_it_is_never_faster():
     def run(comm: ThreadComm) -> None:
         made = Made(comm)
         assert with_one_shot_sums(comm, CPU, made, faster_up_to(0)) is comm
@@ -140,7 +140,7 @@ def test_what_is_nowhere_faster_is_not_taken():
     run_on_threads(3, run)
 
 
-def test_the_slowest_gpu_decides_for_all():
+def test_slowest_gpu_limits_the_one_shot_size_of_all_ranks():
     def run(comm: ThreadComm) -> None:
         seconds = faster_up_to(1 << 10 if comm.rank == 1 else 1 << 20)
         group = with_one_shot_sums(comm, CPU, Made(comm), seconds)
@@ -150,7 +150,7 @@ def test_the_slowest_gpu_decides_for_all():
 
 
 @pytest.mark.parametrize("wrong_on", [0, 2])
-def test_what_is_wrong_on_one_gpu_is_taken_on_none(wrong_on):
+def test_no_rank_uses_one_shot_sums_that_are_wrong_on_one_gpu(wrong_on):
     def run(comm: ThreadComm) -> None:
         made = Made(comm, wrong_on)
         assert with_one_shot_sums(comm, CPU, made, faster_up_to(1 << 20)) is comm
@@ -158,7 +158,7 @@ def test_what_is_wrong_on_one_gpu_is_taken_on_none(wrong_on):
     run_on_threads(3, run)
 
 
-def test_where_one_gpu_has_no_such_memory_none_uses_it():
+def test_no_rank_uses_one_shot_if_one_gpu_cannot_read_its_peers():
     def run(comm: ThreadComm) -> None:
         made = Made(comm)
         make = none if comm.rank == 1 else made

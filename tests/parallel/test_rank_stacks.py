@@ -23,8 +23,8 @@ class WrittenStacks(StackFile):
         return os.write(self.fd, REPORTING.encode()) > 0
 
 
-def test_the_frames_of_a_report_do_not_hide_the_collective(tmp_path):
-    """The report shows eight frames, and six of `pathlib` came before the collective."""
+def test_frames_of_reporting_code_do_not_hide_the_collective(tmp_path):
+    """Regression: six `pathlib` frames came before the collective; a report shows eight frames."""
     file = WrittenStacks(os.getpid(), os.memfd_create("stacks"))
     lines = gather_stacks({1: file}, [1], str(tmp_path))
     os.close(file.fd)

@@ -25,7 +25,7 @@ def forge(store: Store, ending: str, value: str) -> None:
     store.set(key, value)
 
 
-def test_ranks_with_one_secret_read_what_they_write():
+def test_ranks_with_the_same_secret_read_each_others_values():
     bare = HashStore()
     first, second = sealed(bare), sealed(bare)
     first.set("info", b"\x00\xff")
@@ -38,7 +38,7 @@ def test_ranks_with_one_secret_read_what_they_write():
 
 
 @pytest.mark.parametrize("n_ranks", [3, 5])
-def test_sums_of_ranks_that_add_at_once_miss_none(n_ranks):
+def test_concurrent_adds_are_all_counted(n_ranks):
     bare = HashStore()
 
     def add_some(_: int) -> list[int]:
@@ -51,7 +51,7 @@ def test_sums_of_ranks_that_add_at_once_miss_none(n_ranks):
 
 
 @pytest.mark.parametrize(("secret", "run"), [(b"t", "a"), (b"", "a"), (b"s", "b")])
-def test_another_run_at_the_same_store_is_not_seen(secret, run):
+def test_values_of_another_run_or_secret_are_not_visible(secret, run):
     bare = HashStore()
     sealed(bare).set("info", "ours")
     other = sealed(bare, secret, run)
@@ -64,13 +64,13 @@ FORGERIES: list[Callable[[Store], None]] = [
     lambda store: forge(store, "/info/0", ""),
     lambda store: forge(store, "/info/0", "[" * 100_000),
     lambda store: forge(store, "/info/0", "x" * (MAX_VALUE_BYTES + 33)),
-    # One rank's own word in the place of another's.
+    # The value of rank 1 under the key of rank 0.
     lambda store: forge(store, "/info/0", store.get(sealed(store)._name("info/1")).decode("latin")),
 ]
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_value_of_somebody_without_the_secret_is_refused(forgery):
+def test_forged_value_is_refused_and_its_key_named(forgery):
     bare = HashStore()
     own = sealed(bare)
     for rank in range(2):
@@ -81,7 +81,7 @@ def test_a_value_of_somebody_without_the_secret_is_refused(forgery):
     assert own.get("info/1") == b"a rank's"
 
 
-def test_a_value_without_bound_is_not_written():
+def test_value_above_the_size_limit_is_not_written():
     with pytest.raises(ValueError, match="at most"):
         sealed(HashStore()).set("info", "x" * (MAX_VALUE_BYTES + 1))
 
@@ -99,16 +99,16 @@ BAD_INFOS = [
 
 
 @pytest.mark.parametrize("info", BAD_INFOS, ids=lambda info: info[:10])
-def test_anything_but_a_rank_info_is_refused_in_one_line(info):
-    """100,000 brackets were a RecursionError. Under torchrun alone there is no secret."""
+def test_invalid_rank_info_is_refused_with_the_rank_named(info):
+    """Regression: 100,000 brackets caused a RecursionError. Torchrun alone sets no secret."""
     store = sealed(HashStore(), b"")
     store.set("info/0", info)
     with pytest.raises(RankError, match=r"the entry of rank 0 .* not written by a rank"):
         rendezvous(store, RankInfo.of_this_process(1, 2, {}), {0, 1}, Event())
 
 
-def test_what_a_rank_says_is_printable_and_short():
-    """An objection came out as it was written, with its escape sequences."""
+def test_text_from_other_ranks_is_made_printable_and_short():
+    """Regression: an objection was printed with its escape sequences."""
     store = sealed(HashStore(), b"")
     store.set("objection", "\x1b[2J\r\n" + "x" * 100_000)
     with pytest.raises(RankError) as caught:
@@ -122,8 +122,8 @@ def test_what_a_rank_says_is_printable_and_short():
     assert str(caught.value).isprintable()
 
 
-def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch):
-    """Neither by what it writes itself, nor by what it has read before and writes again."""
+def test_forged_heartbeats_do_not_keep_a_dead_rank_alive(monkeypatch):
+    """Another process writes values of its own, and replays a heartbeat that it has read before."""
     monkeypatch.setattr(process_group, "_BEAT_S", 0.01)
     monkeypatch.setattr(process_group, "_DEAD_S", 0.2)
     bare = HashStore()
@@ -152,7 +152,7 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch):
         own.end()
 
 
-def test_a_barrier_is_not_passed_by_another_process():
+def test_forged_value_does_not_pass_a_barrier():
     bare = HashStore()
     own = _Heartbeats(sealed(bare), 0, 2)
     try:

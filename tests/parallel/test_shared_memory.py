@@ -45,7 +45,7 @@ def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(("size", "rank"), [(3, 1), (2, 0)])
-def test_a_killed_rank_is_named_by_all_others_within_seconds(size, rank):
+def test_killed_rank_is_promptly_named_by_all_others(size, rank):
     with Ranks(size, shared_memory=True) as pool:
         for other, outcome in enumerate(pool.outcomes(fault, rank, signal.SIGKILL)):
             if other != rank:
@@ -73,7 +73,7 @@ def traces(_: Communicator) -> tuple[int, set[str], list[str]]:
     return os.getpid(), mapped, [name for name in held if "/dev/shm" in name]
 
 
-def test_nothing_has_a_name_in_dev_shm_even_after_sigkill():
+def test_no_name_is_left_in_dev_shm_even_after_sigkill():
     before = set(Path("/dev/shm").iterdir())
     with Ranks(2, shared_memory=True) as pool:
         pool.run(race, 3, 20, 0.0)
@@ -86,7 +86,7 @@ def test_nothing_has_a_name_in_dev_shm_even_after_sigkill():
     assert [path for path in new if any(word in path.name for word in ours)] == []
 
 
-def test_two_groups_at_once_do_not_meet(ranks):
+def test_two_concurrent_groups_do_not_mix(ranks):
     with Ranks(2, shared_memory=True) as other, ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(r.run, race, seed, 500, 0.0) for seed, r in ((1, ranks(2)), (2, other))]
         for run in runs:
@@ -129,8 +129,8 @@ def share_without(comm: Communicator, limit: int, room: int) -> str:
 @pytest.mark.parametrize(
     ("limit", "room"), [(resource.RLIMIT_FSIZE, 1 << 16), (resource.RLIMIT_NOFILE, 0)]
 )
-def test_where_rank_0_gets_no_memory_to_share_all_take_gloo(ranks, limit, room):
-    """An OSError, as rank 0 made it, and 60 s of waiting on the others."""
+def test_all_ranks_use_gloo_if_rank_0_cannot_create_memory(ranks, limit, room):
+    """Regression: rank 0 raised an OSError, and the other ranks waited for 60 s."""
     assert ranks(2).run(share_without, limit, room) == ["same", "same"]
 
 
@@ -140,12 +140,12 @@ def _refuse(_: dict[int, int]) -> Peers:
 
 @pytest.mark.parametrize("spoiled_rank", [0, 1])
 @pytest.mark.parametrize("what", ["processor", "host", "open", "watch"])
-def test_one_rank_that_cannot_share_takes_all_to_gloo(ranks, spoiled_rank, what):
+def test_all_ranks_use_gloo_if_one_rank_cannot_share_memory(ranks, spoiled_rank, what):
     """If only that rank used gloo, ranks of the two kinds would wait for each other forever."""
     assert ranks(2).run(share_again, spoiled_rank, what) == ["same", "same"]
 
 
-def test_ranks_that_can_share_do(ranks):
+def test_ranks_that_can_share_memory_use_it(ranks):
     assert ranks(2).run(share_again, 5, "open") == ["SharedMemory", "SharedMemory"]
 
 
@@ -220,7 +220,7 @@ def interrupt_the_wait(comm: Communicator) -> tuple[float, str]:
     raise AssertionError("a group that is out of step went on")
 
 
-def test_a_wait_can_be_interrupted_and_the_group_is_not_used_after_it():
+def test_wait_is_interruptible_and_leaves_the_group_unusable():
     with Ranks(2, shared_memory=True) as pool:
         waited, message = pool.run(interrupt_the_wait)[0]
     assert waited < SOON_S
@@ -239,7 +239,7 @@ def meet_and_leave(comm: Communicator) -> None:
         raise AssertionError("nobody was there")
 
 
-def test_what_a_rank_did_before_it_left_still_counts():
+def test_barrier_completes_although_a_rank_exits_right_after_it():
     with Ranks(2, shared_memory=True) as pool:
         assert pool.outcomes(meet_and_leave)[1] is None
 
@@ -271,8 +271,8 @@ def wait_for_rank_0(comm: Communicator, what_it_does: Callable[[Communicator], N
     return "it came"
 
 
-def test_even_without_timeout_a_stopped_rank_is_late():
-    """It may wait for a person for hours, but not without running."""
+def test_stopped_rank_is_late_even_without_timeout():
+    """Rank 0 may wait for a user for hours, but its process must not be stopped."""
     with Ranks(2, shared_memory=True) as pool:
         message = pool.outcomes(wait_for_rank_0, stop_itself, lost=[0])[1]
         assert message.startswith("rank 0 of 2 is late") and "stopped by a signal" in message
@@ -285,7 +285,7 @@ def test_even_without_timeout_a_stopped_rank_is_late():
         (compute_and_idle, [], "it came"),
     ],
 )
-def test_without_timeout_a_rank_that_computes_is_late(what_it_does, lost, outcome):
+def test_no_timeout_wait_limits_computing_but_not_idling(what_it_does, lost, outcome):
     with Ranks(2, shared_memory=True) as pool:
         assert pool.outcomes(wait_for_rank_0, what_it_does, lost=lost)[1].startswith(outcome)
 
@@ -300,8 +300,8 @@ def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
     return "both went on"
 
 
-def test_a_stop_of_all_ranks_makes_none_of_them_late():
-    """Ctrl-Z and fg: the time in between counted as waiting, and ended the talk."""
+def test_stopping_all_ranks_makes_no_rank_late():
+    """Regression: the time between Ctrl-Z and fg counted as waiting, and ended the chat."""
     with Ranks(2, shared_memory=True) as pool, ThreadPoolExecutor(1) as thread:
         running = thread.submit(pool.outcomes, sleep_through_a_stop, 1.0)
         time.sleep(0.5)
@@ -319,7 +319,7 @@ def reduce_many_sizes(comm: Communicator) -> int:
     return len(comm._views)
 
 
-def test_the_memory_for_views_of_slots_is_bounded(ranks):
+def test_number_of_cached_slot_views_is_bounded(ranks):
     assert all(n <= shared_memory._MAX_VIEWS for n in ranks(2).run(reduce_many_sizes))
 
 
@@ -346,8 +346,8 @@ def test_a_closed_group_refuses_further_collectives(ranks):
     ranks(2).run(use_after_close)
 
 
-def test_a_dead_process_is_gone_before_anybody_has_reaped_it():
-    """os.kill(pid, 0) finds zombies alive."""
+def test_peers_report_a_dead_process_before_it_is_reaped():
+    """os.kill(pid, 0) succeeds for a zombie process."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     peers = Peers({4: child.pid})
     peers.poll()
@@ -372,8 +372,8 @@ def test_a_dead_process_is_gone_before_anybody_has_reaped_it():
         b"\xff",
     ],
 )
-def test_what_no_rank_says_of_its_host_is_refused(sent):
-    """Brackets were a RecursionError, and a process's number could be any path."""
+def test_invalid_host_description_of_a_rank_is_refused(sent):
+    """Regression: brackets caused a RecursionError, and a process id could be any path."""
     row = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
     with pytest.raises(RankError, match="invalid description of its host"):
         shared_memory._RankInfo.decode(row)

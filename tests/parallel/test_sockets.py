@@ -1,4 +1,4 @@
-"""Ranks of several hosts exchange over sockets: same bits, named faults, no strangers."""
+"""Sockets between ranks of several hosts: equal bits, named faults, only authenticated peers."""
 
 import hashlib
 import os
@@ -55,7 +55,7 @@ def normal(rank: int, seed: int, *shape: int, dtype: torch.dtype = torch.float32
 def exchange_all_kinds(
     group: Communicator, hosts: str, by_python: set[int], most_late_s: float
 ) -> bool:
-    """Compares collectives with what every rank can compute; some ranks replay kernels."""
+    """Compares collectives with locally computed results; some ranks replay kernels."""
     comm, rng, size = over_sockets(group, hosts), random.Random(group.rank), group.size
     ops, widths = CPUOps(torch.float32, 4, {1}), WIDTHS[:size]
     x, columns = torch.empty(1, 1001), torch.empty(2, widths[comm.rank])
@@ -83,7 +83,7 @@ def exchange_all_kinds(
     halves = [normal(rank, 0, 64, dtype=torch.float16) for rank in range(size)]
     own = comm.all_reduce(halves[comm.rank].clone())
     assert torch.equal(own, sum(half.float() for half in halves).half())
-    for n in (0, MAX_BYTES // 8 + 1):  # nothing, and more than a message has
+    for n in (0, MAX_BYTES // 8 + 1):  # empty, and larger than one message
         assert torch.equal(comm.all_reduce(torch.full((n,), 1)), torch.full((n,), size))
     comm.barrier()
     return True
@@ -102,7 +102,7 @@ def exchange_all_kinds(
         ("abba", {1, 2}, 0.005),
     ],
 )
-def test_collectives_over_sockets_have_the_same_bits_in_kernels_and_in_python(
+def test_socket_collectives_are_bitwise_equal_in_kernels_and_python(
     ranks, hosts, by_python, most_late_s
 ):
     pool = ranks(len(hosts), shared_memory=False)
@@ -152,7 +152,7 @@ def wait_over_sockets(group: Communicator, what_rank_0_does: Callable[[Communica
         (compute_and_idle, [], "it came"),
     ],
 )
-def test_without_timeout_a_rank_that_computes_is_late(what_rank_0_does, lost, outcome):
+def test_no_timeout_wait_limits_computing_but_not_idling(what_rank_0_does, lost, outcome):
     with Ranks(3, False) as pool:
         outcomes = pool.outcomes(wait_over_sockets, what_rank_0_does, lost=lost)
         assert all(each.startswith(outcome) for each in outcomes[1:])
@@ -176,7 +176,7 @@ def die_in_a_stage(group: Communicator) -> str:
 
 
 def test_a_rank_that_dies_in_its_stage_is_named_on_other_hosts():
-    """Rank 2 named rank 0, which only left because rank 1 had died."""
+    """Regression: rank 2 named rank 0, which had left only because rank 1 had died."""
     with Ranks(3, False) as pool:
         here, _, elsewhere = pool.outcomes(die_in_a_stage, lost=[1])
     assert here.startswith("rank 1 of 3 has died or left early; rank 0 was waiting for it")
@@ -185,10 +185,10 @@ def test_a_rank_that_dies_in_its_stage_is_named_on_other_hosts():
 
 @pytest.mark.parametrize("hosts", ["abc", "aab", "aabb"])
 @pytest.mark.parametrize("fault", ["another size", "broadcast"])
-def test_a_rank_in_another_collective_is_found_before_any_rank_is_late(ranks, hosts, fault):
-    """A rank that waits for a broadcast sends nothing, and the others only waited for it.
+def test_mismatched_collective_is_reported_before_any_rank_is_late(ranks, hosts, fault):
+    """Regression: a rank that waits for a broadcast sends nothing, and the others waited for it.
 
-    Ranks that heard of the difference from a third rank named two ranks in the same collective.
+    Ranks to which a third rank reported the mismatch named two ranks in the same collective.
     """
     outcomes = ranks(len(hosts), shared_memory=False).run(go_wrong, hosts, fault)
     for rank, outcome in enumerate(outcomes):
@@ -204,7 +204,7 @@ def finish_late(group: Communicator, hosts: str, idle_s: float) -> str:
     """Rank 2 is still in the first exchange when rank 1 fails in the second.
 
     Args:
-        idle_s: how long rank 0 lets the others wait without a limit; if 0, they do not.
+        idle_s: how long rank 0 lets the others wait without a timeout; 0 for no such wait.
     """
     comm = over_sockets(group, hosts, 1.5 if idle_s else SOON_S)
     receive, begun_s = comm._receive, time.monotonic()
@@ -232,7 +232,7 @@ def finish_late(group: Communicator, hosts: str, idle_s: float) -> str:
     ("hosts", "idle_s", "total"), [("abc", 0, 6), ("aabb", 0, 10), ("aabb", 1.7, 1)]
 )
 def test_a_failure_in_the_next_exchange_does_not_end_the_current_one(ranks, hosts, idle_s, total):
-    """A rank that waited read the failure, and reported an exchange that all ranks finish."""
+    """Regression: a waiting rank read the failure, and reported an exchange that all finish."""
     outcomes = ranks(len(hosts), shared_memory=False).run(finish_late, hosts, idle_s)
     for rank, outcome in enumerate(outcomes):
         assert outcome.startswith(str([total] * 4))
@@ -282,8 +282,8 @@ def idle_while_rank_1_dies(group: Communicator) -> str:
     raise AssertionError("nobody noticed")
 
 
-def test_a_rank_that_dies_while_the_others_wait_without_timeout_is_named():
-    """Rank 0 may wait for a person, so it is not late."""
+def test_rank_that_dies_during_a_wait_without_timeout_is_named():
+    """Rank 0 is not late, because it may wait for a user."""
     with Ranks(3, False) as pool:
         outcomes = pool.outcomes(idle_while_rank_1_dies, lost=[1])
     for rank in (0, 2):
@@ -320,8 +320,8 @@ def receive_a_part(group: Communicator) -> bool:
     return torch.equal(x, sum(parts[1:], parts[0]))
 
 
-def test_a_kernel_waits_for_the_messages_that_other_ranks_of_its_host_receive(ranks):
-    """The header of a message comes first, so the row alone does not tell that it is complete."""
+def test_kernel_waits_for_messages_that_other_local_ranks_receive(ranks):
+    """The header of a message arrives first, so it does not show that the message is complete."""
     assert ranks(4, shared_memory=False).run(receive_a_part) == [True] * 4
 
 
@@ -341,29 +341,29 @@ def leave_early(group: Communicator) -> float:
     return float(total.sum())
 
 
-def test_a_rank_that_leaves_after_the_last_exchange_is_not_lost(ranks):
+def test_leaving_after_the_last_exchange_fails_no_other_rank(ranks):
     assert ranks(3, shared_memory=False).run(leave_early) == [12.0] * 3
 
 
 def heard_by_a_stranger(listener: socket.socket, words: bytes) -> bytes:
-    """What the listener says to a connection that it cannot trust."""
+    """The bytes that the listener sends to an untrusted connection."""
     with socket.create_connection(listener.getsockname()) as stranger:
         stranger.settimeout(SOON_S)
         stranger.sendall(words)
         with suppress(OSError):  # the listener has closed it already
             stranger.shutdown(socket.SHUT_WR)
         heard = b""
-        with suppress(ConnectionResetError):  # it does not read all words
+        with suppress(ConnectionResetError):  # the listener does not read all `words`
             while piece := stranger.recv(1000):
                 heard += piece
         return heard
 
 
-def test_a_stranger_gets_no_proof_and_no_place():
+def test_unauthenticated_connection_gets_no_proof_and_no_rank():
     hello = b"pllama/1" + (1).to_bytes(4, "little") + (0).to_bytes(4, "little") + bytes(32)
     with listen(LOOPBACK) as listener, ThreadPoolExecutor(4) as pool:
         at = listener.getsockname()
-        silent = socket.create_connection(at)  # it must not delay the others
+        silent = socket.create_connection(at)  # a silent connection must not delay the ranks
         first = pool.submit(connect_all, 0, listener, {1: at}, KEY, SOON_S)
         assert heard_by_a_stranger(listener, b"GET / HTTP/1.1\r\n\r\n" + bytes(64)) == b""
         # The lower rank's random bytes, and nothing after a wrong proof.
@@ -381,7 +381,7 @@ def test_a_stranger_gets_no_proof_and_no_place():
         second[0].close()
 
 
-def test_a_rank_that_cannot_be_reached_leaves_all_to_gloo(ranks):
+def test_all_ranks_use_gloo_if_a_rank_cannot_be_reached(ranks):
     assert ranks(2, shared_memory=False).run(reach_no_other_rank) == ["ProcessGroup"] * 2
 
 
@@ -396,7 +396,7 @@ def answers(hosts: list[str], layout: list[int], folder: Path, *more: str) -> tu
 
     `more` are further flags.
 
-    Each host has its own process ids, or ranks of two hosts would find each other's memory.
+    Each host has its own process ids, so that ranks of two hosts cannot share memory.
     """
     secret = folder / "secret"
     secret.write_text("0" * 64)
@@ -436,7 +436,7 @@ def answers(hosts: list[str], layout: list[int], folder: Path, *more: str) -> tu
 
 
 @pytest.mark.slow
-def test_two_hosts_generate_what_one_host_does_and_send_it_over_the_link(hosts, tmp_path):
+def test_two_hosts_equal_one_host_and_send_each_value_once(hosts, tmp_path):
     alone, idle = answers(hosts, [0], tmp_path)
     assert idle < 100_000
     for layout in ([0, 0, 1], [0, 0, 1, 1]):

@@ -1,4 +1,4 @@
-"""Processes that take the places of lost ranks: when they are started, and how often."""
+"""Spare processes that replace lost ranks: when they are started, and how often."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def importable(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
-def test_a_spare_takes_the_place_of_the_lost_rank_and_the_others_keep_theirs(tmp_path):
+def test_spare_replaces_the_lost_rank_and_others_keep_their_rank(tmp_path):
     with started(tmp_path, "idle", 1) as ranks:
         first, lost, last = ranks.pids().values()
         (spare,) = ranks.spare_pids()
@@ -66,7 +66,7 @@ def test_a_spare_takes_the_place_of_the_lost_rank_and_the_others_keep_theirs(tmp
         assert len(ranks.spare_pids()) == 1
 
 
-def test_spares_that_end_at_once_are_started_three_times_and_leave_no_file_open(tmp_path):
+def test_failing_spares_start_three_times_and_leave_no_file_open(tmp_path):
     with started(tmp_path, "broken", 0) as ranks:
         os.kill(ranks.pids()[1], signal.SIGKILL)
         before = n_files()

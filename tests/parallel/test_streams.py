@@ -28,27 +28,27 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_closed_stdout_is_an_error(model, command):
-    """Exit code 0, and the answers were gone."""
+    """Regression: the exit code was 0, and the output was lost."""
     done = shell(model, command, ">&-")
     assert done.returncode == 1
     assert done.stderr == ("parallel-llama: stdout is closed; send it to a file, or to /dev/null\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_closed_stderr_is_an_error_that_stdout_tells_of(model, command):
-    """Exit code 1, and silence."""
+def test_closed_stderr_is_an_error_reported_on_stdout(model, command):
+    """Regression: the exit code was 1, without a message."""
     done = shell(model, command, "2>&-")
     assert done.returncode == 1
     assert done.stdout == "parallel-llama: stderr is closed; send it to a file, or to /dev/null\n"
 
 
-def test_where_both_are_closed_the_exit_code_says_it(model):
+def test_closed_stdout_and_stderr_give_exit_code_1(model):
     assert shell(model, COMMANDS[0], ">&- 2>&-").returncode == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_stdout_is_told_of_in_one_line(model, command):
-    """A traceback, or exit code 120 and two lines from Python's own end."""
+def test_full_stdout_is_reported_in_one_line(model, command):
+    """Regression: a traceback, or exit code 120 and two lines that Python prints at exit."""
     done = shell(model, command, ">/dev/full")
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("parallel-llama")]
@@ -57,11 +57,11 @@ def test_a_full_stdout_is_told_of_in_one_line(model, command):
 
 
 @pytest.mark.parametrize("command", COMMANDS[:2])
-def test_a_full_stderr_ends_with_1(model, command):
+def test_full_stderr_gives_exit_code_1(model, command):
     assert shell(model, command, "2>/dev/full").returncode == 1
 
 
 @pytest.mark.parametrize("command", ["plan --model {model} --nproc 1-9", "generate --help"])
-def test_a_reader_that_has_gone_is_no_error_to_speak_of(model, command):
+def test_closed_pipe_gives_exit_code_141_and_no_message(model, command):
     done = shell(model, command, "| true; exit ${PIPESTATUS[0]}")
     assert done.returncode == 141 and done.stderr == ""

@@ -1,4 +1,4 @@
-"""What ranks with GPUs compare when they meet: GPUs, drivers and libraries."""
+"""Ranks compare GPUs, drivers and libraries at the rendezvous."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,9 @@ def info(rank: int, facts: Mapping[str, str], notes: Mapping[str, str], uuid: st
         (None, "unknown"),
     ],
 )
-def test_a_gpu_is_described(monkeypatch, tmp_path: Path, text: str | None, version: str) -> None:
+def test_gpu_description_has_name_memory_architecture_and_driver(
+    monkeypatch, tmp_path: Path, text: str | None, version: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
     if text is not None:
         (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
@@ -79,8 +81,8 @@ def on(kind: str, n_experts: int = 0, memory: tuple[float, ...] | None = None) -
         ({"engine.ranks.why_unusable": "no compiler"}, "kernels: rank 1 of 2 has torch's operat"),
     ],
 )
-def test_ranks_with_other_libraries_do_not_start(monkeypatch, differs, says) -> None:
-    """The versions of Triton and NCCL were not compared, and ranks with other kernels diverged."""
+def test_ranks_with_different_library_versions_do_not_start(monkeypatch, differs, says) -> None:
+    """Regression: Triton and NCCL versions were not compared; ranks with other kernels diverged."""
 
     def facts(values: Mapping[str, object]) -> Mapping[str, str]:
         usual = {
@@ -100,7 +102,7 @@ def test_ranks_with_other_libraries_do_not_start(monkeypatch, differs, says) -> 
     assert meet(info(0, first, {}, "a"), info(1, first, {}, "b")) == [[], []]
 
 
-def test_unlike_gpus_are_reported_and_refused_only_where_experts_are_routed(monkeypatch) -> None:
+def test_different_gpus_are_noted_and_refused_only_for_moe_models(monkeypatch) -> None:
     """GPUs of unequal memory are supported, and each rounds a router's scores in its own way."""
     monkeypatch.setattr(engine_ranks, "why_unusable", lambda: None)
     notes, facts = [], []

@@ -81,14 +81,14 @@ def moved(source: Path, target: Path, resume: bool = False, layout: str = "nativ
 
 
 def run_alone(source: Path, target: Path, resume: bool, layout: str) -> None:
-    """What the process does that gets killed."""
+    """The work of the process that is killed."""
     tensor_writer.FLUSH_BYTES = FLUSHED_AT_ONCE
     moved(source, target, resume, layout)
 
 
 @pytest.fixture(scope="module")
 def start() -> Callable[..., multiprocessing.Process]:
-    """Starts a process in which torch is loaded already, so that a kill meets the work."""
+    """Starts a process that has torch loaded already, so that a kill interrupts the reshard."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["parallel_llama.reshard.reshard", "reshard_samples"])
 
@@ -101,11 +101,13 @@ def start() -> Callable[..., multiprocessing.Process]:
 
 
 @pytest.mark.parametrize(("layout", "n_kills"), [("native", 10), ("meta", 4)])
-def test_a_kill_at_any_instant_leaves_nothing_or_the_whole(
+def test_kill_at_any_time_leaves_no_target_or_a_complete_one(
     layout, n_kills, source, start, tmp_path
 ):
-    """The kills are distributed over the duration of a whole run. Each run continues what the kill
-    before it left, and every second one is then completed."""
+    """The kills are distributed over the duration of a whole run.
+
+    Each run resumes the killed run before it; after every second kill, the run is completed.
+    """
     whole = tmp_path / "whole"
     moved(source, whole, layout=layout)
     expected = hashes_of(whole)
@@ -141,7 +143,7 @@ def test_a_kill_at_any_instant_leaves_nothing_or_the_whole(
     [("small", "native"), ("small", "hf"), ("small", "meta"), ("falcon", "hf")],
 )
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
-def test_a_run_goes_on_where_an_error_stopped_it(
+def test_resume_continues_where_an_error_stopped_the_run(
     source, layout, share, tmp_path, monkeypatch, request
 ):
     small = request.getfixturevalue(source)
@@ -171,7 +173,7 @@ def test_a_run_goes_on_where_an_error_stopped_it(
     assert not partial_path(target).exists()
 
 
-def test_a_file_size_limit_is_an_error_that_says_so(small, tmp_path):
+def test_file_size_limit_is_reported_and_the_run_can_resume(small, tmp_path):
     target = tmp_path / "target"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
@@ -185,7 +187,7 @@ def test_a_file_size_limit_is_an_error_that_says_so(small, tmp_path):
 
 
 class Now:
-    """In place of a thread: whatever is submitted has run when `submit` returns."""
+    """Replaces the executor: a submitted call has run when `submit` returns."""
 
     def submit(self, call: Callable[..., None], *arguments: object) -> Future[None]:
         call(*arguments)
@@ -197,8 +199,8 @@ class Now:
         pass
 
 
-def test_the_journal_never_runs_ahead_of_the_disk(small, tmp_path, monkeypatch):
-    """A loss of power keeps what was synced: what the journal names must be among that."""
+def test_journal_records_only_data_that_is_synced(small, tmp_path, monkeypatch):
+    """A loss of power keeps only synced data, so the journal must not name any other data."""
     dirty: set[DirectFile] = set()
     n_records = 0
     real_write, real_sync, real_record = DirectFile.write, DirectFile.sync, PartialFolder.record
@@ -225,7 +227,7 @@ def test_the_journal_never_runs_ahead_of_the_disk(small, tmp_path, monkeypatch):
     assert n_records > 3
 
 
-def test_an_unfinished_run_of_another_plan_is_not_continued(small, tmp_path):
+def test_resume_refuses_an_unfinished_run_with_another_layout(small, tmp_path):
     target = tmp_path / "target"
     begun = PartialFolder(target, {"layout": "hf"}, resume=False)
     begun.close()
@@ -237,7 +239,7 @@ def fail(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_source_that_changed_meanwhile_is_named(small, tmp_path, monkeypatch):
+def test_resume_names_a_source_file_that_changed(small, tmp_path, monkeypatch):
     source = shutil.copytree(small, tmp_path / "hf")
     target = tmp_path / "target"
     monkeypatch.setattr(DirectFile, "write", fail)
@@ -249,7 +251,7 @@ def test_a_source_that_changed_meanwhile_is_named(small, tmp_path, monkeypatch):
         moved(source, target, resume=True)
 
 
-def test_a_second_writer_hears_who_holds_the_target(small, tmp_path):
+def test_second_writer_is_refused_with_the_process_of_the_first(small, tmp_path):
     target = tmp_path / "target"
     code = (
         "import sys; from pathlib import Path; "
@@ -271,7 +273,7 @@ def test_a_second_writer_hears_who_holds_the_target(small, tmp_path):
     assert not verify(str(target)).problems
 
 
-def test_a_torn_line_of_the_journal_is_forgotten(tmp_path):
+def test_torn_last_line_of_the_journal_is_dropped(tmp_path):
     target = tmp_path / "target"
     begun = PartialFolder(target, {"a": 1}, resume=False)
     begun.record([{"name": "x"}, {"name": "y"}])
@@ -286,10 +288,10 @@ def test_a_torn_line_of_the_journal_is_forgotten(tmp_path):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_files_that_others_removed_or_cut_are_not_filled_with_zeros(
+def test_resume_refuses_partial_files_that_were_removed_or_cut(
     is_there, small, tmp_path, monkeypatch
 ):
-    """The file was created again, and the tensors that the journal names were zeros in it."""
+    """Regression: the file was created again, with zeros for the tensors that the journal names."""
     target = tmp_path / "target"
 
     def commit(_):
@@ -310,8 +312,8 @@ def test_files_that_others_removed_or_cut_are_not_filled_with_zeros(
 
 
 @pytest.mark.parametrize("line", ["[1]", "5", "{"])
-def test_a_journal_with_other_lines_is_refused(line, tmp_path):
-    """A line that is JSON, but not an object, ended in a TypeError."""
+def test_journal_with_invalid_lines_is_refused(line, tmp_path):
+    """Regression: a line of JSON that is not an object raised a TypeError."""
     target = tmp_path / "target"
     PartialFolder(target, {"a": 1}, resume=False).close()
     (partial_path(target) / "journal.jsonl").write_text(f"{line}\n")
@@ -326,7 +328,7 @@ def test_a_file_with_the_name_of_the_partial_folder_is_refused(tmp_path):
         PartialFolder(target, {"a": 1}, resume=False)
 
 
-def test_a_target_that_appears_meanwhile_is_not_touched(small, tmp_path, monkeypatch):
+def test_target_created_during_the_run_is_not_touched(small, tmp_path, monkeypatch):
     target = tmp_path / "target"
     real = PartialFolder.commit
 

@@ -1,4 +1,4 @@
-"""Written GGUF files, against the gguf package, llama.cpp's conversion and transformers."""
+"""Written GGUF files, compared with the gguf package, llama.cpp's conversion and transformers."""
 
 import errno
 import json
@@ -102,7 +102,7 @@ def written(source: Path, target: Path, **options: object) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_written_file_is_the_one_of_llama_cpps_conversion(name, tmp_path):
+def test_written_file_equals_the_conversion_of_llama_cpp(name, tmp_path):
     """Names, the order of rows, norms that have 1 added, and the fields of the model's sizes."""
     folder = rounded(write_hf(MODELS[name], tmp_path / "hf"))
     converted = convert(folder, tmp_path / "converted.gguf")
@@ -112,7 +112,7 @@ def test_a_written_file_is_the_one_of_llama_cpps_conversion(name, tmp_path):
     arch = theirs["general.architecture"]
     own = {key: value for key, value in theirs.items() if key.startswith(f"{arch}.")}
     if "_moe" in name:
-        del own[f"{arch}.feed_forward_length"]  # of layers without experts, which it does not have
+        del own[f"{arch}.feed_forward_length"]  # of layers without experts; this model has none
     assert own.items() <= ours.items()
     assert load_model_args(find_model(str(path))) == load_model_args(find_model(str(converted)))
 
@@ -150,7 +150,7 @@ def shards_of(path: Path, tp_size: int) -> list[torch.Tensor]:
         TinyModel(2, 1, 128, 32, family="qwen3"),  # transformers assumes this size of heads
     ],
 )
-def test_transformers_computes_the_folders_logits_from_the_file(tiny, tmp_path):
+def test_transformers_computes_equal_logits_from_file_and_folder(tiny, tmp_path):
     folder = rounded(write_hf(tiny, tmp_path / "hf"))
     written(folder, tmp_path / "written.gguf", dtype="float32")
     expected, found = (
@@ -163,7 +163,7 @@ def test_transformers_computes_the_folders_logits_from_the_file(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0", "q4_1"])
-def test_blocks_are_those_of_the_gguf_package(quant, tmp_path):
+def test_quantised_blocks_equal_those_of_the_gguf_package(quant, tmp_path):
     folder = write_model(tmp_path / "hf", ARGS)
     plain = gguf.GGUFReader(written(folder, tmp_path / "plain.gguf", dtype="float32"))
     blocks = tensors_of(written(folder, tmp_path / "blocks.gguf", quant=quant))
@@ -182,7 +182,7 @@ def test_blocks_are_those_of_the_gguf_package(quant, tmp_path):
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_int8_and_int4_give_what_the_same_flag_gives_when_loading(quant, tmp_path):
+def test_int8_and_int4_files_equal_quantising_at_load(quant, tmp_path):
     folder = write_model(tmp_path / "hf", ARGS)
     path = written(folder, tmp_path / "written.gguf", quant=quant)
     native = moved(folder, tmp_path / "native", "native", quant=quant)
@@ -195,7 +195,7 @@ def test_int8_and_int4_give_what_the_same_flag_gives_when_loading(quant, tmp_pat
 
 
 def test_a_gguf_file_is_copied_block_for_block(tmp_path):
-    """Types that no code here writes, experts' and one with values that are not quantised."""
+    """Includes types that this project cannot quantise to, unquantised types, and experts."""
     args = replace(ARGS, dim=256, n_heads=8, n_kv_heads=2)
     types = {
         "wq.weight": "Q4_K", "wk.weight": "Q6_K", "wo.weight": "IQ4_XS", "w1.weight": "Q5_1",
@@ -214,8 +214,8 @@ def test_a_gguf_file_is_copied_block_for_block(tmp_path):
     assert tensors_of(written(experts, tmp_path / "copy.gguf")) == tensors_of(experts)
 
 
-def test_vectors_in_blocks_are_not_copied(tmp_path, capsys):
-    """The bytes of a block were divided by its values, so the end of the vector became zeros."""
+def test_quantised_vector_is_refused_unless_decoded(tmp_path, capsys):
+    """Regression: a block's bytes were divided by its values, so the vector ended in zeros."""
     source, target = tmp_path / "source.gguf", tmp_path / "copy.gguf"
     write_gguf(source, ARGS, weights_of(ARGS), {"ffn_norm.weight": "Q8_0"})
     argv = ["reshard", str(source), str(target), "--format", "gguf"]
@@ -228,7 +228,7 @@ def test_vectors_in_blocks_are_not_copied(tmp_path, capsys):
 
 
 def test_a_full_folder_of_temporary_files_is_named(tmp_path, monkeypatch, capsys):
-    """The message said that stdout cannot be written."""
+    """Regression: the message said that stdout cannot be written."""
 
     def write_header(_: gguf.GGUFWriter) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -289,7 +289,7 @@ def test_an_interrupted_run_leaves_no_file_and_is_continued(share, copies, tmp_p
     assert not partial_path(target).exists()
 
 
-def test_a_run_that_ends_at_its_rename_writes_all_data_again(tmp_path, monkeypatch):
+def test_resume_rewrites_all_data_if_a_run_ended_after_its_rename(tmp_path, monkeypatch):
     """A journal that outlives its file would let --resume skip tensors of a new, empty file."""
     folder, target = write_model(tmp_path / "hf", ARGS), tmp_path / "target.gguf"
     expected = written(folder, tmp_path / "expected.gguf").read_bytes()
@@ -302,7 +302,7 @@ def test_a_run_that_ends_at_its_rename_writes_all_data_again(tmp_path, monkeypat
     assert target.read_bytes() == expected
 
 
-def test_a_tokenizer_of_byte_level_bpe_becomes_the_fields_it_came_from(tmp_path):
+def test_byte_level_bpe_tokenizer_restores_its_gguf_fields(tmp_path):
     for name, data in export_gguf_tokenizer(SMOLLM2).items():
         (tmp_path / name).write_bytes(data)
     original = read_gguf_header(SMOLLM2).fields
@@ -352,7 +352,7 @@ def test_a_sentencepiece_tokenizer_is_written_with_its_scores(tmp_path):
         ("9/3", "is in float64, which llama.cpp does not read; use --dtype float32"),
     ],
 )
-def test_a_model_that_a_file_cannot_state_is_refused(name, message, tmp_path):
+def test_model_that_gguf_cannot_express_is_refused(name, message, tmp_path):
     folder = write_hf(TINY_MODELS[name], tmp_path / "hf")
     dtype = None if "float64" in message else "float32"
     with pytest.raises(UsageError, match=message):
@@ -360,8 +360,8 @@ def test_a_model_that_a_file_cannot_state_is_refused(name, message, tmp_path):
     assert not [path for path in tmp_path.iterdir() if "target" in path.name]
 
 
-def test_experts_in_two_dtypes_are_refused_since_they_share_a_tensor(tmp_path):
-    """They would be written with rows of different lengths, over each other."""
+def test_experts_of_one_tensor_in_two_dtypes_are_refused(tmp_path):
+    """Experts with rows of different lengths in bytes would overwrite each other."""
     made = write_hf(TINY_MODELS["8/2 mixtral"], tmp_path / "made")
     folder = moved(made, tmp_path / "hf", "hf", dtype="float32")
     (path,) = folder.glob("*.safetensors")
@@ -384,7 +384,9 @@ def test_experts_in_two_dtypes_are_refused_since_they_share_a_tensor(tmp_path):
         (["folder", "--format", "native"], "reshard needs --tp N"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, monkeypatch, capsys):
+def test_incompatible_flags_are_refused_and_nothing_is_written(
+    flags, message, tmp_path, monkeypatch, capsys
+):
     write_model(tmp_path / "hf", ARGS)
     monkeypatch.chdir(tmp_path)
     assert main(["reshard", "hf", *flags]) == 2
@@ -392,14 +394,14 @@ def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_stored_and_a_dtype_are_refused_between_gguf_files(tmp_path):
+def test_dtype_with_quant_stored_between_gguf_files_is_refused(tmp_path):
     write_gguf(tmp_path / "source.gguf", ARGS, weights_of(ARGS), {"wq.weight": "Q8_0"})
     with pytest.raises(UsageError, match="copied unchanged from one GGUF file to another"):
         written(tmp_path / "source.gguf", tmp_path / "a.gguf", quant="stored", dtype="float16")
 
 
-def test_tokenizers_that_no_file_can_state_are_refused(tmp_path):
-    """One of another type, one with an unknown rule, and one with more tokens than the model."""
+def test_tokenizer_that_gguf_cannot_express_is_refused(tmp_path):
+    """Another type of tokenizer, too many tokens for the model, and an unknown pre-tokenizer."""
     words = Tokenizer(models.BPE({"a": 0}, []))
     words.decoder = decoders.Metaspace()
     words.save(str(tmp_path / "tokenizer.json"))

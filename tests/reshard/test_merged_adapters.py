@@ -70,13 +70,13 @@ def same_tensors(folder: Path, expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(tensors_of(folder), expected, rtol=0, atol=1e-13)
 
 
-def test_a_merged_model_is_what_transformers_computes_from_the_sum(base, adapter, merged, tmp_path):
+def test_merged_logits_equal_transformers_on_the_summed_weights(base, adapter, merged, tmp_path):
     folder = write_merged(tmp_path / "sum", base, merged_weights(base, adapter))
     same_logits(merged, reference_logits(folder, TOKENS))
 
 
 @pytest.mark.parametrize("layout", ["native", "meta"])
-def test_every_layout_of_the_base_and_of_the_target_has_the_same_bits(
+def test_every_base_and_target_layout_merges_to_the_same_bits(
     base, adapter, merged, layout, tmp_path
 ):
     source = moved(base, tmp_path / "source", layout, 3)
@@ -86,7 +86,7 @@ def test_every_layout_of_the_base_and_of_the_target_has_the_same_bits(
     assert hashes[0] == hashes[1] == read_manifest(target).tensors
 
 
-def test_a_gguf_file_is_a_base_and_a_target(base, adapter, merged, tmp_path):
+def test_gguf_file_can_be_base_and_target_of_a_merge(base, adapter, merged, tmp_path):
     source = moved(base, tmp_path / "source.gguf", "gguf", dtype="float32")
     wanted = read(merged)
     target = moved(source, tmp_path / "target.gguf", "gguf", merge_adapter=adapter)
@@ -104,8 +104,8 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_fused_projection_has_one_pair_for_all_its_weights(name, tmp_path, monkeypatch):
-    """Pieces of few rows begin in the middle of a fused tensor, and of a group of heads."""
+def test_one_lora_pair_merges_into_a_whole_fused_projection(name, tmp_path, monkeypatch):
+    """Pieces of few rows begin inside a fused tensor, and inside a group of its heads."""
     monkeypatch.setattr(canonical, "ROW_PIECE_VALUES", 300)
     monkeypatch.setattr(reading, "PIECE_ALIGNMENT", 1)
     source = write_hf(FUSED[name], tmp_path / "hf")
@@ -166,7 +166,7 @@ def merged_by_name(base: Path, adapter: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_changes_the_modules_or_the_scaling(base, name, tmp_path):
+def test_adapter_setting_selects_the_modules_or_the_scaling(base, name, tmp_path):
     settings, modules, scalings = SETTINGS[name]
     ranks = settings.get("rank_pattern", {})
 
@@ -182,7 +182,7 @@ def test_a_setting_changes_the_modules_or_the_scaling(base, name, tmp_path):
     torch.testing.assert_close(merged_by_name(base, adapter), wanted, rtol=0, atol=1e-14)
 
 
-def test_an_adapter_of_the_base_model_has_names_without_its_prefix(base, adapter, tmp_path):
+def test_adapter_names_without_the_model_prefix_are_accepted(base, adapter, tmp_path):
     """PEFT on AutoModel, which has no head, does not write `model.`."""
 
     def shorten(tensors: dict[str, Tensor]) -> None:
@@ -227,7 +227,7 @@ def test_tied_embeddings_become_two_weights_if_one_module_was_trained(tied, save
     assert not json.loads((target / "config.json").read_text())["tie_word_embeddings"]
 
 
-def test_lora_of_a_tied_output_leaves_the_embeddings(tied, tmp_path):
+def test_lora_of_a_tied_output_does_not_change_the_embeddings(tied, tmp_path):
     """PEFT saves the output's own weight beside its A and B."""
     plain = load_file(tied / "model.safetensors")[EMBED]
     a, b = torch.randn(3, plain.shape[1]).double(), torch.randn(len(plain), 3).double()
@@ -242,7 +242,7 @@ def test_lora_of_a_tied_output_leaves_the_embeddings(tied, tmp_path):
     assert written[EMBED].equal(plain)
 
 
-def test_embeddings_stay_tied_if_peft_ensured_it(tied, tmp_path):
+def test_embeddings_stay_tied_with_ensure_weight_tying(tied, tmp_path):
     """PEFT then saves the same values under both names."""
     values = random_embeddings(tied)
     adapter = write_adapter(
@@ -299,7 +299,7 @@ def test_experts_can_be_trained_whole(model, tmp_path):
 
 
 def test_the_sum_is_rounded_once_to_the_dtype_of_the_base(base, tmp_path):
-    """A product in bfloat16 would lose the small deltas, and a second rounding move halves."""
+    """A product in bfloat16 would lose small deltas, and a second rounding would change ties."""
     half = moved(base, tmp_path / "half", "hf", dtype="bfloat16")
     adapter = write_adapter(
         tmp_path / "adapter", half, LINEAR, dtype=torch.bfloat16, target_modules=EVERY
@@ -328,7 +328,7 @@ def test_a_merged_model_is_quantised_after_the_sum(blocks, tmp_path):
     assert read_manifest(one).tensors == read_manifest(other).tensors
 
 
-def test_a_quantised_base_is_decoded_by_the_rules_of_quant_and_dtype(blocks, tmp_path):
+def test_quantised_base_needs_dtype_and_refuses_quant_stored(blocks, tmp_path):
     base, adapter = blocks
     packed = moved(base, tmp_path / "int8", "native", quant="int8", dtype="float32")
     for layout in ("native", "hf"):
@@ -439,7 +439,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_tensor_that_does_not_fit_is_named(base, adapter, name, tmp_path, capsys):
+def test_invalid_adapter_tensor_is_named(base, adapter, name, tmp_path, capsys):
     change, expected = DAMAGED[name]
     damaged = edit_tensors(shutil.copytree(adapter, tmp_path / "adapter"), change)
     error = refusal(base, damaged, tmp_path, capsys)
@@ -492,7 +492,7 @@ PEFT_SETTINGS = [
 @pytest.mark.parametrize("settings", PEFT_SETTINGS)
 @pytest.mark.parametrize("name", ["9/3 tied", "8/2 gemma3", "phi3"])
 def test_peft_merges_to_the_same_logits(name, settings, tmp_path):
-    """Against the library that defines the format; skipped where it is not installed."""
+    """Compares with PEFT, which defines the format; skipped if PEFT is not installed."""
     peft = pytest.importorskip("peft")
     base = write_hf({**TINY_MODELS, **FUSED}[name], tmp_path / "hf")
     config = peft.LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **settings)

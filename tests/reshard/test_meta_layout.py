@@ -1,4 +1,4 @@
-"""Written Meta folders: Meta's own cuts if sizes allow them, and every byte can be restored."""
+"""Written Meta folders: sharded as by Meta if sizes allow it, and every byte can be restored."""
 
 import json
 import logging
@@ -74,10 +74,10 @@ def test_any_number_of_files_is_read_back_exactly(tmp_path, name):
 @pytest.mark.parametrize("embeddings_dim", [0, 1])
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(8, 4), (8, 8), (8, 1)])
 @pytest.mark.parametrize("n_files", [1, 4, 8])
-def test_the_cuts_are_metas_where_everything_divides(
+def test_shards_equal_those_of_meta_if_all_sizes_divide(
     tmp_path, n_files, n_heads, n_kv_heads, embeddings_dim
 ):
-    """The plan cuts the vocabulary between its units, 12 + 4 rows of 16 blocks: Meta never does."""
+    """The plan would cut the vocabulary at its units, 12 + 4 rows of 16 blocks; Meta never does."""
     args = shape(n_heads, n_kv_heads, ffn_dim=72, vocab_size=104)
     tensors = weights_of(args)
     layout = MetaLayout(args, dtypes_of(tensors), n_files, embeddings_dim)
@@ -89,7 +89,7 @@ def test_the_cuts_are_metas_where_everything_divides(
 
 
 @pytest.mark.parametrize("name", ["9/3", "40/10"])
-def test_embeddings_on_dim_1_need_no_even_width(tmp_path, name):
+def test_embeddings_cut_on_dim_1_may_have_uneven_widths(tmp_path, name):
     args = SHAPES[name]
     tensors = weights_of(args)
     for n_files in (5, 7):
@@ -102,7 +102,7 @@ def test_embeddings_on_dim_1_need_no_even_width(tmp_path, name):
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(9, 3), (40, 10), (64, 8)])
 def test_every_query_head_finds_its_kv_head_in_its_own_file(tmp_path, n_heads, n_kv_heads):
-    """Each head's values are its own number, so a head in the wrong place names itself."""
+    """The values of each head are the number of the head, which identifies a misplaced head."""
     args = shape(n_heads, n_kv_heads, n_layers=1, attention_bias=False, mlp_bias=False)
     tensors = weights_of(args)
     for part, count in (("wq", n_heads), ("wk", n_kv_heads), ("wv", n_kv_heads)):
@@ -131,7 +131,7 @@ def test_every_query_head_finds_its_kv_head_in_its_own_file(tmp_path, n_heads, n
         assert_same_bytes(previous, tensors)
 
 
-def test_a_repeated_kv_head_that_differs_is_refused(tmp_path):
+def test_replicated_kv_head_that_differs_between_files_is_refused(tmp_path):
     """9 heads of 3 KV heads over 2 files: both hold KV head 1, whole."""
     tensors = weights_of(TINY)
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "meta")
@@ -143,12 +143,12 @@ def test_a_repeated_kv_head_that_differs_is_refused(tmp_path):
         read(folder)
 
 
-def test_tied_embeddings_are_written_for_meta_and_read_once(tmp_path):
+def test_tied_embeddings_are_written_as_two_weights_but_read_as_one(tmp_path):
     args = replace(SHAPES["12/4"], tied_embeddings=True)
     tensors = weights_of(args)
     folder = write(MetaLayout(args, dtypes_of(tensors), 2, 1), args, tensors, tmp_path / "meta")
     assert_same_bytes(read(folder), tensors)
-    (folder / "config.json").unlink()  # Meta's own words are left: nothing is tied
+    (folder / "config.json").unlink()  # params.json is left, which cannot tie weights
     alone = read(folder)
     assert torch.equal(alone.pop("output.weight"), tensors["tok_embeddings.weight"])
     assert_same_bytes(alone, tensors)
@@ -162,7 +162,7 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path):
     assert_same_bytes(read(folder), tensors)
 
 
-def test_torch_and_zip_programs_find_the_files_whole(tmp_path):
+def test_written_files_pass_torch_load_and_zip_checksums(tmp_path):
     tensors = weights_of(TINY)
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "meta")
     for path in sorted(folder.glob("*.pth")):
@@ -178,7 +178,7 @@ def test_torch_and_zip_programs_find_the_files_whole(tmp_path):
         assert archive.testzip() is not None
 
 
-def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
+def test_resumed_run_writes_the_same_bytes(tmp_path):
     """Another process continues an unfinished run, or calls `finish` a second time."""
     args = SHAPES["8/1 tied"]
     tensors = weights_of(args)
@@ -207,7 +207,7 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path):
     assert hashes_of(resumed) == hashes_of(whole)
 
 
-def test_a_file_cut_short_before_the_end_is_refused(tmp_path):
+def test_finish_refuses_a_truncated_file(tmp_path):
     tensors = weights_of(TINY)
     layout = MetaLayout(TINY, dtypes_of(tensors), 1)
     layout.create(tmp_path)
@@ -218,8 +218,8 @@ def test_a_file_cut_short_before_the_end_is_refused(tmp_path):
         layout.finish(tmp_path)
 
 
-def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path):
-    """2 x 6 GiB: large archives name sizes and places in another way."""
+def test_pth_layout_holds_no_data_and_has_offsets_above_4_gib(tmp_path):
+    """2 x 6 GiB: large archives store sizes and offsets in ZIP64 records."""
     large = ((3 << 10, 1 << 20), torch.bfloat16)
     layout = pth_layout({"a": large, "none": ((0, 3), torch.float32), "b": large})
     assert sum(len(piece) for _, piece in layout.pieces) < 1 << 12
@@ -244,14 +244,14 @@ def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path):
 
 
 @pytest.mark.parametrize("n_files", [0, 10])
-def test_a_file_needs_a_query_head(n_files):
+def test_zero_files_or_more_files_than_query_heads_are_refused(n_files):
     with pytest.raises(UsageError, match="query heads cannot be split over"):
         MetaLayout(TINY, dtypes_of(weights_of(TINY)), n_files)
 
 
 @pytest.fixture
 def two_norms(tmp_path: Path) -> ModelFiles:
-    """A Meta folder of 2 files with two different norms, one only in the sign of a 0."""
+    """A Meta folder of 2 files in which two norms differ, one only in the sign of a 0."""
     tensors = weights_of(TINY)
     tensors["layers.1.ffn_norm.weight"][0] = 0.0
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "source")
@@ -262,7 +262,7 @@ def two_norms(tmp_path: Path) -> ModelFiles:
     return find_model(str(folder))
 
 
-def test_norms_that_differ_are_found_and_told(two_norms, caplog):
+def test_norms_that_differ_between_files_are_found_and_logged(two_norms, caplog):
     with caplog.at_level(logging.WARNING):
         variants = norm_variants(two_norms)
     assert sorted(variants) == ["layers.1.ffn_norm.weight", "norm.weight"]
@@ -270,8 +270,8 @@ def test_norms_that_differ_are_found_and_told(two_norms, caplog):
     assert "norm.weight, by up to 0.5" in caplog.text
 
 
-def test_norms_that_differ_come_back_with_the_same_number_of_files(two_norms, tmp_path):
-    """2 files to 3 and back: no file of 3 can hold both copies, so they have their own file."""
+def test_differing_norms_are_restored_with_the_original_file_count(two_norms, tmp_path):
+    """2 files to 3 and back: no file of the 3 can hold both copies, so a separate file does."""
     expected = states(two_norms.path)
     three, two = tmp_path / "three", tmp_path / "two"
     for source, folder, n_files in ((two_norms.path, three, 3), (three, two, 2)):
@@ -286,7 +286,7 @@ def test_norms_that_differ_come_back_with_the_same_number_of_files(two_norms, tm
             assert state[name].numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
-def test_equal_norms_leave_nothing_behind(tmp_path):
+def test_equal_norms_write_no_variants_file(tmp_path):
     tensors = weights_of(TINY)
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 3), TINY, tensors, tmp_path / "meta")
     assert norm_variants(find_model(str(folder))) == {}
@@ -304,7 +304,7 @@ def test_damaged_norm_variants_are_refused(tmp_path):
         norm_variants(find_model(str(folder)))
 
 
-def test_what_metas_program_cannot_run_is_told(caplog):
+def test_features_that_metas_program_cannot_run_are_logged(caplog):
     with caplog.at_level(logging.WARNING):
         MetaLayout(SHAPES["12/4"], dtypes_of(weights_of(SHAPES["12/4"])), 1)
         assert not caplog.records
@@ -331,7 +331,7 @@ META_MODELS = {
 
 
 @pytest.mark.parametrize("name", META_MODELS)
-def test_metas_own_program_computes_the_same_from_what_is_written(ranks, tmp_path, name):
+def test_metas_own_program_computes_equal_logits_from_the_files(ranks, tmp_path, name):
     tiny = META_MODELS[name]
     hf_folder = write_hf(tiny, tmp_path / "hf")
     args = load_model_args(find_model(str(hf_folder)))
@@ -346,12 +346,12 @@ def test_metas_own_program_computes_the_same_from_what_is_written(ranks, tmp_pat
                 torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
-# One of every family and kind of scaling, tied and not.
+# One model of every family and kind of rope scaling, tied and untied.
 KINDS = {(each.family, each.tied, each.rope["rope_type"]): n for n, each in TINY_MODELS.items()}
 
 
 @pytest.mark.parametrize("name", KINDS.values())
-def test_a_hf_folder_comes_back_from_a_meta_folder_with_its_arguments(tmp_path, name):
+def test_meta_folder_restores_tensors_and_arguments_of_hf_folder(tmp_path, name):
     """Ties, biases, context, rope scaling and heads wider than dim / n_heads included."""
     hf_folder = write_hf(TINY_MODELS[name], tmp_path / "hf")
     args, tensors = load_model_args(find_model(str(hf_folder))), read(hf_folder)

@@ -20,8 +20,8 @@ from parallel_llama.reshard.tensor_writer import DirectFile, Staging, UnitHashes
 
 @pytest.mark.parametrize("refusal", [None, "open", "write"])
 @pytest.mark.parametrize("step", [1, 64, 4095, 4096, 5000, 70_000])
-def test_pieces_at_any_offset_make_the_same_file(tmp_path, monkeypatch, step, refusal):
-    """Also where the file system refuses direct writes, at once or at the first one."""
+def test_writes_of_any_piece_size_produce_the_same_file(tmp_path, monkeypatch, step, refusal):
+    """Also if the file system refuses direct I/O, at open or at the first write."""
     size = min(200_001, step * 300)
     data = bytearray(random.Random(step).randbytes(size))
     path = tmp_path / "file"
@@ -45,7 +45,7 @@ def test_pieces_at_any_offset_make_the_same_file(tmp_path, monkeypatch, step, re
     assert path.read_bytes() == data
 
 
-def test_memory_is_used_again_only_when_the_last_view_of_it_is_gone():
+def test_memory_is_reused_only_after_its_last_view_is_freed():
     memory = ReusedMemory()
     tensor = memory.empty(5000)
     place, view = tensor.data_ptr(), tensor_bytes(tensor.view(-1)[10:])
@@ -59,7 +59,7 @@ def test_memory_is_used_again_only_when_the_last_view_of_it_is_gone():
     assert memory.empty(6000).dtype == torch.uint8
 
 
-def test_items_come_in_order_and_an_error_where_it_happened():
+def test_prefetch_yields_in_order_and_raises_at_the_failed_item():
     def items():
         yield from range(5)
         raise ValueError("the sixth")
@@ -71,7 +71,7 @@ def test_items_come_in_order_and_an_error_where_it_happened():
     assert taken == [0, 1, 2, 3, 4]
 
 
-def test_whoever_stops_early_leaves_no_thread_and_no_open_generator():
+def test_closing_prefetch_early_leaves_no_thread_or_open_generator():
     closed = []
 
     def items():
@@ -88,8 +88,8 @@ def test_whoever_stops_early_leaves_no_thread_and_no_open_generator():
     assert closed == [True] and threading.active_count() == before
 
 
-def test_ctrl_c_as_the_thread_starts_is_no_other_error(monkeypatch):
-    """The interruption comes in `Thread.start`, before the executor knows that it has a thread."""
+def test_ctrl_c_while_a_thread_starts_raises_keyboard_interrupt(monkeypatch):
+    """The interrupt arrives in `Thread.start`, before the executor knows that it has a thread."""
     began, over = threading.Event(), threading.Event()
 
     def items():
@@ -100,7 +100,7 @@ def test_ctrl_c_as_the_thread_starts_is_no_other_error(monkeypatch):
     def start(thread):
         monkeypatch.undo()
         thread.start()
-        began.wait(0.2)  # the items that would be made without anybody to wait for
+        began.wait(0.2)  # time to make items that no caller would wait for
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", start)
@@ -111,7 +111,7 @@ def test_ctrl_c_as_the_thread_starts_is_no_other_error(monkeypatch):
         over.set()
 
 
-def test_a_second_ctrl_c_as_the_first_one_waits_is_no_other_error():
+def test_ctrl_c_while_prefetch_closes_raises_keyboard_interrupt():
     main, stopped = threading.get_ident(), threading.Event()
 
     def items():
@@ -133,7 +133,7 @@ def test_a_second_ctrl_c_as_the_first_one_waits_is_no_other_error():
         signal.signal(signal.SIGINT, before)
 
 
-def test_units_that_end_between_two_parts_are_hashed_as_one():
+def test_unit_hashes_do_not_depend_on_how_the_data_is_split():
     data = memoryview(bytearray(range(100)))
     whole, parts = UnitHashes([30, 30, 40]), UnitHashes([30, 30, 40])
     whole.add(data)
@@ -142,7 +142,7 @@ def test_units_that_end_between_two_parts_are_hashed_as_one():
     assert parts.hashes == whole.hashes and len(parts.hashes) == 3
 
 
-def test_a_continued_run_shows_what_is_there_already_and_its_own_speed(monkeypatch):
+def test_resumed_progress_shows_total_bytes_and_its_own_speed(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     progress = Progress("writing x")
     progress.start(8 << 20, 4 << 20)
@@ -151,8 +151,8 @@ def test_a_continued_run_shows_what_is_there_already_and_its_own_speed(monkeypat
     assert progress.line() == "writing x: 6.0 MiB of 8.0 MiB, 2.0 MiB/s, 1 s left"
 
 
-def test_what_is_synced_is_brought_to_the_disk(tmp_path, monkeypatch):
-    """Nothing else shows it: without a loss of power the file is whole either way."""
+def test_sync_calls_fdatasync_on_the_file(tmp_path, monkeypatch):
+    """Without a loss of power the file is complete either way, so only the call shows a sync."""
     path = tmp_path / "file"
     path.write_bytes(bytes(10_000))
     synced: list[int] = []

@@ -47,7 +47,7 @@ ARGS = ModelArgs(
     max_seq_len=64,
     dtype="bfloat16",
 )
-# In every format, cut by rows and by columns; the head is in none.
+# Every format, in weights that are cut by rows and by columns; the head is not quantised.
 STORED = {
     "tok_embeddings.weight": "Q8_0",
     "wq.weight": "Q4_0",
@@ -67,7 +67,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What each of QUANTS is made from."""
+    """The source of each of QUANTS."""
     home = tmp_path_factory.mktemp("sources")
     hf = write_model(home / "hf", ARGS, 2)
     write_tokenizer(hf)
@@ -108,7 +108,7 @@ def logits_of(comm: Solo, path: Path, quant: str | None = None) -> torch.Tensor:
 
 
 def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[torch.Tensor]:
-    """All that all ranks hold, in the order in which they load it."""
+    """The tensors of all ranks, in the order in which the ranks load them."""
     files, precision = find_model(str(path)), precision_of(path, quant)
     args = load_model_args(files)
     checkpoint = open_checkpoint(files, args)
@@ -133,7 +133,7 @@ def assert_same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_every_rank_loads_what_quantising_at_load_would_give_it(quant, sources, made):
+def test_every_rank_loads_the_same_as_quantising_at_load(quant, sources, made):
     for tp_size in TP_SIZES:
         ours, theirs = loaded(made[quant], tp_size), loaded(sources[quant], tp_size, quant)
         assert any(tensor.dtype == torch.int8 for tensor in ours)
@@ -141,7 +141,7 @@ def test_every_rank_loads_what_quantising_at_load_would_give_it(quant, sources, 
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_any_number_of_files_to_any_other_has_the_same_bits_and_hashes(quant, made, tmp_path):
+def test_changing_the_number_of_files_keeps_bits_and_hashes(quant, made, tmp_path):
     first, manifest = tensors_of(made[quant]), read_manifest(made[quant])
     source = made[quant]
     for n_files in (1, 5, 2, 7):
@@ -178,7 +178,7 @@ def test_greedy_tokens_are_those_of_weights_quantised_at_load(sources, made):
     assert tokens(made["int4"], 3) == expected
 
 
-def test_weights_that_are_not_quantised_are_what_they_were(sources, made):
+def test_unquantised_weights_are_stored_unchanged(sources, made):
     whole = tensors_of(sources["int8"])
     norm = tensors_of(made["int8"])["layers.1.ffn_norm.weight"]
     assert torch.equal(norm, whole["model.layers.1.post_attention_layernorm.weight"])
@@ -196,7 +196,7 @@ def test_the_first_of_two_integers_is_the_lower_half_of_a_byte():
         assert torch.equal(unpacked(packed(values, form), form), values)
 
 
-def test_tensors_stand_beside_each_other_under_the_weights_name(made):
+def test_integers_scales_and_mins_are_stored_under_the_weight_name(made):
     tensors = tensors_of(made["stored"])
     shapes = {
         name.removeprefix("layers.0.attention."): (tensor.dtype, list(tensor.shape))
@@ -212,7 +212,7 @@ def test_tensors_stand_beside_each_other_under_the_weights_name(made):
     }
 
 
-def test_fp8_lies_in_the_files_as_the_floats_that_torch_has(made):
+def test_fp8_weights_are_stored_as_float8_e4m3fn(made):
     tensors = tensors_of(made["fp8"])
     meant = {param.name: value for param, value in load_whole(made["fp8"])}
     floats = tensors["layers.0.feed_forward.w1.weight.floats"]
@@ -222,7 +222,7 @@ def test_fp8_lies_in_the_files_as_the_floats_that_torch_has(made):
     assert list(tensors["layers.1.attention.wo.weight.floats"].shape) == [9, 96, 32]
 
 
-def test_no_tensor_begins_between_two_of_its_values(made):
+def test_every_tensor_offset_is_aligned_to_its_dtype(made):
     for folder in made.values():
         for path in folder.glob("*.safetensors"):
             for tensor in read_safetensors_header(path).values():
@@ -248,8 +248,8 @@ def test_plan_shows_the_bytes_that_are_loaded(quant, made, capsys):
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_with_quant_none_every_rank_has_the_values_that_are_meant(quant, sources, made):
-    """Ranks cut channels between any two then, also within a group."""
+def test_quant_none_loads_the_decoded_values_on_every_rank(quant, sources, made):
+    """With quant none, ranks cut between any two channels, also inside a quant group."""
     if quant == "stored":
         assert_same_bits(loaded(made[quant], 7, "none"), loaded(sources[quant], 7, "none"))
     whole = load_whole(made[quant])
@@ -263,7 +263,7 @@ def test_with_quant_none_every_rank_has_the_values_that_are_meant(quant, sources
 
 
 def load_whole(path: Path):
-    """Every weight and its whole value, as the model wants it."""
+    """Every weight with its whole decoded value."""
     from parallel_llama.families import parameters
 
     files, precision = find_model(str(path)), precision_of(path)
@@ -276,7 +276,7 @@ def load_whole(path: Path):
     ]
 
 
-def test_another_layout_gets_the_values_in_the_dtype_that_is_asked_for(made, tmp_path):
+def test_hf_target_gets_decoded_values_in_the_requested_dtype(made, tmp_path):
     hf = moved(made["int8"], tmp_path / "hf", "hf", 1, dtype="float32")
     key = "model.layers.0.mlp.down_proj.weight"
     meant = {param.name: value for param, value in load_whole(made["int8"])}
@@ -330,7 +330,7 @@ def test_a_damaged_scale_or_number_is_named_and_refused(tensor, at, unit, made, 
 @pytest.mark.parametrize(
     ("quant", "part", "nan"), [("int8", "scales", b"\xff\x7f"), ("fp8", "floats", b"\xff")]
 )
-def test_what_is_no_number_is_refused_without_a_manifest(quant, part, nan, made, tmp_path):
+def test_nan_is_refused_without_a_manifest(quant, part, nan, made, tmp_path):
     folder = shutil.copytree(made[quant], tmp_path / "model")
     (folder / "manifest.json").unlink()
     for path in folder.glob("weights-*"):
@@ -355,7 +355,7 @@ def test_what_is_no_number_is_refused_without_a_manifest(quant, part, nan, made,
         ({"output.weight": "plain"}, r"missing: output\.weight; extra: 'output.weight.integers'"),
     ],
 )
-def test_a_native_json_that_says_something_else_is_refused(change, expected, made, tmp_path):
+def test_native_json_with_wrong_quantised_formats_is_refused(change, expected, made, tmp_path):
     folder = shutil.copytree(made["int8"], tmp_path / "model")
     path = folder / "native.json"
     values = json.loads(path.read_text())
@@ -384,7 +384,7 @@ def test_integers_of_another_dtype_are_refused(made, tmp_path):
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_what_is_written_is_whole_and_the_same_as_its_blocks(quant, sources, made):
+def test_written_folder_verifies_alone_or_against_its_gguf_file(quant, sources, made):
     against = str(sources[quant]) if quant == "stored" else None
     report = verify(str(made[quant]), against)
     assert report.ok, report.problems
@@ -396,7 +396,7 @@ def test_what_is_written_is_whole_and_the_same_as_its_blocks(quant, sources, mad
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
-def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeypatch):
+def test_resume_continues_where_an_error_stopped_the_run(quant, share, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_writer, "FLUSH_BYTES", 1 << 20)
     source = write_model(tmp_path / "hf", model_of(12 << 20))
     counts: list[int] = []
@@ -443,7 +443,7 @@ def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeyp
         ("int8 x --format=native --quant=none", "its weights are quantised"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_nothing_is_written(
+def test_unsupported_arguments_are_refused_and_nothing_is_written(
     argv, expected, sources, made, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)

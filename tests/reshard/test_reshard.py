@@ -58,7 +58,7 @@ def test_hf_to_native_to_hf_is_the_same_byte_for_byte(args, n_native, n_hf):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(shapes(), st.integers(1, 8), st.integers(1, 8))
-def test_by_way_of_metas_files_it_is_the_same_too(args, n_files, other_n_files):
+def test_hf_to_meta_to_native_to_meta_to_hf_restores_every_byte(args, n_files, other_n_files):
     with TemporaryDirectory() as name:
         folder = Path(name)
         hf = write_model(folder / "hf", args)
@@ -75,8 +75,8 @@ LLAMAS = [name for name, tiny in TINY_MODELS.items() if tiny.family == "llama"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LLAMAS)
-def test_transformers_computes_the_same_from_what_is_written(name, tmp_path):
-    """Also from a configuration that went through native.json: no rope setting is lost."""
+def test_transformers_computes_equal_logits_after_a_round_trip(name, tmp_path):
+    """The configuration goes through native.json, where no rope setting may be lost."""
     hf = write_hf(TINY_MODELS[name], tmp_path / "hf")
     native = moved(hf, tmp_path / "native", "native", 2)
     back = moved(native, tmp_path / "back", "hf", 2)
@@ -96,7 +96,7 @@ def test_every_tensor_keeps_its_own_dtype(tmp_path):
     assert not verify(str(back)).problems
 
 
-def test_no_tensor_begins_between_two_of_its_values(tmp_path):
+def test_every_tensor_offset_is_aligned_to_its_dtype(tmp_path):
     """A bias of 51 values in bfloat16 before a norm in float32 would put the norm at 2 mod 4."""
     hf = write_model(tmp_path / "hf", replace(ARGS, ffn_dim=51, mlp_bias=True), norm=torch.float32)
     for layout in ("hf", "native"):
@@ -105,7 +105,7 @@ def test_no_tensor_begins_between_two_of_its_values(tmp_path):
             assert tensor.offset % (4 if tensor.dtype == "F32" else 2) == 0, tensor.name
 
 
-def test_another_dtype_is_what_torch_makes_of_it_and_the_manifest_keeps_the_source(tmp_path):
+def test_dtype_converts_like_torch_and_manifest_keeps_source_hashes(tmp_path):
     hf = write_model(tmp_path / "hf", replace(ARGS, dtype="float32"))
     half = moved(hf, tmp_path / "half", "hf", dtype="bfloat16")
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(hf).items()}
@@ -129,7 +129,7 @@ def test_a_value_too_large_for_the_dtype_is_refused(tmp_path):
     assert not (tmp_path / "half").exists()
 
 
-def test_values_that_are_no_numbers_are_moved_as_they_are(tmp_path):
+def test_nan_and_inf_are_copied_unchanged(tmp_path):
     hf = write_model(tmp_path / "hf", ARGS)
     weights = tensors_of(hf)
     weights["model.norm.weight"][:2] = torch.tensor([float("nan"), -float("inf")])
@@ -139,7 +139,7 @@ def test_values_that_are_no_numbers_are_moved_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["hf", "native", "meta"])
-def test_what_lies_beside_the_weights_goes_along(source, layout, tmp_path):
+def test_files_beside_the_weights_are_copied_and_in_the_manifest(source, layout, tmp_path):
     folder = shutil.copytree(source, tmp_path / "hf")
     beside = {
         "tekken.json": "{}",
@@ -164,7 +164,7 @@ def test_what_lies_beside_the_weights_goes_along(source, layout, tmp_path):
     assert beside.keys() < manifest.files.keys()
 
 
-def test_the_special_ids_and_sampling_of_the_source_are_those_of_the_target(source, tmp_path):
+def test_target_keeps_the_eos_ids_of_the_source(source, tmp_path):
     target = moved(source, tmp_path / "native", "native")
     before, after = (load_generation_defaults(find_model(str(f))) for f in (source, target))
     assert before.eos_ids == after.eos_ids == (2,)
@@ -210,7 +210,7 @@ HF = "--tp=1 --format=hf"
         (f"a b c {HF}", "unexpected argument 'c'"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_nothing_is_written(
+def test_unsupported_arguments_are_refused_and_nothing_is_written(
     argv, expected, source, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -224,7 +224,7 @@ def test_what_cannot_be_done_is_said_and_nothing_is_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_too_little_space(source, tmp_path, monkeypatch, capsys):
+def test_too_little_disk_space_is_refused(source, tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)._replace(free=17 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     target = str(tmp_path / "x")
@@ -236,7 +236,7 @@ def test_too_little_space(source, tmp_path, monkeypatch, capsys):
     assert f"{16 << 20} are free" in text and "write to another disk" in text
 
 
-def test_json_says_what_was_written(source, tmp_path, capsys):
+def test_json_reports_files_bytes_seconds_and_peak_memory(source, tmp_path, capsys):
     target = tmp_path / "x"
     argv = ["reshard", "--tp", "2", str(source), "--format=hf", str(target), "--json"]
     assert main(argv) == 0
@@ -268,7 +268,7 @@ def llama3_factors(args: ModelArgs, factor: float) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_factors_of_a_gguf_file_become_llama3_scaling_again(factor):
+def test_rope_factors_of_a_gguf_file_become_llama3_scaling(factor):
     scaling = RopeScaling("factors", factors=llama3_factors(LLAMA_3_1, factor))
     rope = hf_config(replace(LLAMA_3_1, rope_scaling=scaling))["rope_scaling"]
     assert rope == {
@@ -280,7 +280,7 @@ def test_the_factors_of_a_gguf_file_become_llama3_scaling_again(factor):
     }
 
 
-def test_factors_of_no_known_scaling_are_refused_for_hf_and_kept_by_native():
+def test_unknown_rope_factors_are_refused_for_hf():
     factors = [*llama3_factors(LLAMA_3_1, 8.0)]
     factors[40] *= 1.01
     with pytest.raises(UsageError, match="use --format native"):

@@ -63,7 +63,7 @@ def test_transformers_finds_the_whole_model_in_the_folder(folders):
 
 
 @pytest.mark.parametrize("layout", ["hf", "native"])
-def test_the_tokenizer_that_is_written_encodes_as_the_one_in_the_gguf_file(folders, layout):
+def test_written_tokenizer_encodes_like_the_gguf_tokenizer(folders, layout):
     files = find_model(str(folders[layout]))
     one, other = (InputProcessor(f, load_model_args(f)) for f in (GGUF, files))
     for text in TEXTS:
@@ -74,7 +74,7 @@ def test_the_tokenizer_that_is_written_encodes_as_the_one_in_the_gguf_file(folde
     assert load_generation_defaults(files).eos_ids == load_generation_defaults(GGUF).eos_ids
 
 
-def test_transformers_reads_the_tokenizer_that_is_written(folders):
+def test_transformers_encodes_the_same_with_the_written_tokenizer(folders):
     theirs = AutoTokenizer.from_pretrained(folders["hf"])
     ours = InputProcessor(GGUF, load_model_args(GGUF))
     for text in TEXTS:
@@ -84,14 +84,14 @@ def test_transformers_reads_the_tokenizer_that_is_written(folders):
 
 
 @pytest.mark.parametrize("layout", ["hf", "native"])
-def test_what_is_written_is_whole_and_the_same_as_the_gguf_file(folders, layout):
+def test_written_folder_verifies_against_the_gguf_file(folders, layout):
     report = verify(str(folders[layout]), against="smollm2")
     assert not report.problems and report.hashed
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 def test_all_ranks_together_read_the_folder_little_more_than_once(folders, tp_size, monkeypatch):
-    """Norms are read by every rank, and nothing else twice where KV heads are not cut."""
+    """Every rank reads the norms; nothing else is read twice unless ranks share a KV head."""
     files = find_model(str(folders["native"]))
     args = load_model_args(files)
     checkpoint = open_checkpoint(files, args)

@@ -1,6 +1,6 @@
 """Native folders hold fp8, MXFP4 and NVFP4 as they are stored in Hugging Face folders.
 
-The matrices are decoded while they are loaded, from both folders to the same numbers.
+Matrices of both folders are decoded at load, to equal values.
 """
 
 import json
@@ -47,7 +47,7 @@ KINDS = {
     "int tensor, zeros": ScaledFormat("int8", (0, 0), "F32", has_zeros=True),
     "gpt-oss": ScaledFormat("e2m1", (1, 32), "U8"),
 }
-# Blocks of 128 and groups of 16 and 32 inputs that heads of 24 and channels cut inside.
+# Heads of 24 and cuts between channels split blocks of 128 and groups of 16 and 32 inputs.
 TINY = TinyModel(8, 2, 24, 160, ffn_dim=224, vocab_size=101)
 EXPERTS = TinyModel(
     *(7, 1, 8, 64, 96, 53),
@@ -56,8 +56,8 @@ EXPERTS = TinyModel(
 )
 CUTS = ((1, False), (3, True), (5, False), (7, False))
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
-# Rotary rows in turn, and w1 and w3 in one tensor, in which blocks of 128 rows begin in w1 and end
-# in w3.
+# Rotary rows are interleaved. w1 and w3 are one tensor, in which blocks of 128 rows begin in w1 and
+# end in w3.
 GLM = TinyModel(
     *(8, 2, 24, 160), 224, 101, family="glm", own={"partial_rotary_factor": 0.5, "pad_token_id": 0}
 )
@@ -127,8 +127,8 @@ def test_every_rank_loads_the_values_of_the_original(kind, originals, natives):
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "gpt-oss"])
-def test_any_columns_are_those_of_the_original(kind, originals, natives):
-    """Also if the first and the last share a byte with columns of another rank."""
+def test_any_column_range_reads_the_columns_of_the_original(kind, originals, natives):
+    """Also if the first or the last column shares a byte with a column of another rank."""
     ours, theirs = (find_model(str(each[kind])) for each in (natives, originals))
     args = load_model_args(ours)
     native, original = open_checkpoint(ours, args), open_checkpoint(theirs, args)
@@ -183,7 +183,9 @@ def test_hashes_are_those_of_the_original_for_any_number_of_files(
 
 
 @pytest.mark.parametrize("kind", ["fp8", "float tensor", "nvfp4", "int tensor, zeros"])
-def test_pieces_of_rows_give_the_same_files(kind, originals, natives, tmp_path, monkeypatch):
+def test_resharding_in_pieces_of_rows_writes_the_same_files(
+    kind, originals, natives, tmp_path, monkeypatch
+):
     """A piece of a large matrix may begin inside a block, and the scale is written once."""
     monkeypatch.setattr(canonical, "ROW_PIECE_VALUES", 1)
     monkeypatch.setattr(reading, "PIECE_ALIGNMENT", 8)
@@ -191,7 +193,7 @@ def test_pieces_of_rows_give_the_same_files(kind, originals, natives, tmp_path, 
     assert mine == hashes_of(natives[kind])
 
 
-def test_blocks_that_rotary_rows_and_other_weights_share_become_scales_of_rows(natives):
+def test_blocks_split_by_rotary_rows_or_fusion_become_row_scales(natives):
     files = find_model(str(natives["glm"]))
     forms = scaled_formats(files, load_model_args(files))
     ends = {"wq": (1, 128), "wo": (128, 128), "w1": (128, 128), "w3": (1, 128), "w2": (128, 128)}
@@ -202,7 +204,7 @@ def test_blocks_that_rotary_rows_and_other_weights_share_become_scales_of_rows(n
 
 @pytest.mark.parametrize("kind", ["fp8", "gpt-oss"])
 def test_plan_has_the_figures_of_the_original(kind, originals, natives, capsys):
-    """The decoded bytes, in the dtype that config.json states."""
+    """The plan counts the decoded bytes, in the dtype that config.json states."""
     answers = []
     for folder in (originals[kind], natives[kind]):
         argv = ["plan", "--model", str(folder), "--nproc", "3", "--device", "cpu", "--json"]
@@ -214,7 +216,7 @@ def test_plan_has_the_figures_of_the_original(kind, originals, natives, capsys):
     assert f"matrices in {'fp8' if kind == 'fp8' else 'mxfp4'} are decoded to bfloat16" in line
 
 
-def test_values_are_written_with_quant_none(natives, originals, tmp_path):
+def test_quant_none_writes_decoded_values(natives, originals, tmp_path):
     plain = moved(natives["fp8"], tmp_path / "plain", "native", quant="none", dtype="float32")
     assert json.loads((plain / "native.json").read_text())["format"] == "parallel_llama native 1"
     assert_same(*(loaded(each, 1, exact=False) for each in (plain, originals["fp8"])))
@@ -270,7 +272,7 @@ def rewritten(folder: Path, name: str, change: Any) -> None:
     ("part", "at", "unit"), [("floats", 160 * 2 * 3, 3), ("scales", 160 * 5 + 1, 5)]
 )
 def test_a_flipped_bit_is_found_in_the_unit_of_the_tensor(part, at, unit, natives, tmp_path):
-    """Floats have 4 channels to a unit, which are 2 bytes; scales have one block of 16 inputs."""
+    """A unit of floats has 4 channels in 2 bytes; a unit of scales has one block of 16 inputs."""
     folder = shutil.copytree(natives["nvfp4"], tmp_path / "model")
     assert_flip_is_found(folder, f"{W2}.{part}", at, unit)
 
@@ -288,7 +290,7 @@ def test_a_flipped_bit_is_found_in_the_unit_of_the_tensor(part, at, unit, native
         ({W2: "fp8"}, "Expected `object`"),
     ],
 )
-def test_a_format_that_is_not_understood_is_refused(change, reason, natives):
+def test_invalid_scaled_format_is_refused(change, reason, natives):
     args = load_model_args(find_model(str(natives["fp8"])))
     with pytest.raises(UsageError, match=reason):
         scaled_of({"scaled": change}, args)

@@ -38,7 +38,7 @@ from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard.gguf_types import weight_types
 
-# Blocks of 256 that heads of 32 and groups of 32 channels cut inside.
+# Heads of 32 and groups of 32 channels split blocks of 256.
 ARGS = ModelArgs(
     dim=256,
     n_layers=5,
@@ -49,7 +49,7 @@ ARGS = ModelArgs(
     vocab_size=101,
     max_seq_len=64,
 )
-# The same for groups of 128; five of them in w2.
+# The same for quant groups of 128; a row of w2 has five.
 TINY = TinyModel(8, 2, 32, 256, ffn_dim=640, vocab_size=101)
 KINDS = {
     "gguf": {*GGUF_QUANTS.values()},
@@ -60,7 +60,7 @@ KINDS = {
     "int channel": {QuantFormat(8)},
 }
 CPU = torch.device("cpu")
-# Matrices with all tensors, and more inputs per scale than per unit.
+# Matrices with all kinds of tensors, and with more inputs per scale than per unit.
 W2 = {
     "gguf": "layers.3.feed_forward.w2.weight",  # Q4_K
     "gptq": "layers.0.feed_forward.w2.weight",
@@ -101,7 +101,7 @@ def natives(originals: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def loaded(path: Path, tp_size: int, exact: bool) -> list[torch.Tensor]:
-    """All that all ranks hold, in the order in which they load it."""
+    """The tensors of all ranks, in the order in which the ranks load them."""
     files, precision = find_model(str(path)), precision_of(path)
     args = load_model_args(files)
     checkpoint = open_checkpoint(files, args)
@@ -173,10 +173,8 @@ def block_hashes(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 @pytest.mark.parametrize("n_files", [1, 2, 3, 5])
 @pytest.mark.parametrize("options", [{}, {"quant": "stored"}], ids=["default", "stored"])
-def test_a_gguf_file_has_its_blocks_again_after_a_native_folder(
-    n_files, options, originals, tmp_path
-):
-    """Also the rows of wq and wk, which a GGUF file reorders, and values without blocks."""
+def test_gguf_blocks_survive_a_round_trip_through_native(n_files, options, originals, tmp_path):
+    """Also the rows of wq and wk, which a GGUF file reorders, and unquantised values."""
     native = moved(originals["gguf"], tmp_path / "native", "native", n_files, quant="stored")
     path = moved(native, tmp_path / "again.gguf", "gguf", **options)
     expected = block_hashes(originals["gguf"])
@@ -240,8 +238,8 @@ def test_a_folder_is_about_as_large_as_the_gguf_file(originals, natives):
 
 
 @pytest.mark.parametrize("n_bits", [2, 3, 4, 5, 6])
-def test_planes_of_a_group_follow_each_other_and_neighbours_share_a_byte(n_bits):
-    """The order that docs/resharding.md states, bit by bit."""
+def test_bit_planes_of_a_group_are_packed_in_the_documented_order(n_bits):
+    """docs/resharding.md documents this order."""
     form = QuantFormat(n_bits)
     integers = torch.randint(-form.zero, form.zero, (3, 96), dtype=torch.int8)
     bytes_ = packed(integers, form)
@@ -259,8 +257,8 @@ def test_planes_of_a_group_follow_each_other_and_neighbours_share_a_byte(n_bits)
         assert of_row == expected
 
 
-def test_5_bit_integers_of_version_1_have_a_byte_each(tmp_path):
-    """Older releases wrote Q5_0 and Q5_1 so; their other formats have not changed."""
+def test_native_1_folder_with_one_byte_per_5_bit_integer_loads(tmp_path):
+    """Older releases wrote Q5_0 and Q5_1 in this way; the other formats have not changed."""
     args, source = replace(ARGS, n_layers=1), tmp_path / "model.gguf"
     types = {"wo.weight": "Q5_1", "w1.weight": "Q5_0", "w2.weight": "Q5_0", "w3.weight": "Q4_1"}
     write_gguf(source, args, weights_of(args), types)
@@ -282,7 +280,7 @@ def test_5_bit_integers_of_version_1_have_a_byte_each(tmp_path):
         assert_same(*(loaded(each, tp_size, exact=True) for each in (folder, source)))
 
 
-def test_older_releases_read_the_formats_that_they_know(natives):
+def test_native_version_is_1_only_for_formats_of_older_releases(natives):
     for kind in KINDS:
         config = json.loads((natives[kind] / "native.json").read_text())
         is_old = kind in ("packed 4, channel", "int channel")
