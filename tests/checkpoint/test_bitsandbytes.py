@@ -26,7 +26,7 @@ from parallel_llama.families.stored_slices import whole
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan
 
-# Blocks of 64 values end inside rows; heads of 24 and channels end inside blocks.
+# Blocks of 64 values end inside rows; heads of 24 and shards of channels end inside blocks.
 TINY = TinyModel(8, 2, 24, 160, ffn_dim=224, vocab_size=101)
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_any_part_of_a_matrix_has_the_values_that_bitsandbytes_dequantises(kind):
+def test_matrix_slices_equal_the_values_dequantised_by_bitsandbytes(kind):
     tensors = sample(kind)
     meant = tensors.pop("values")
     n_rows, n_columns = meant.shape
@@ -67,8 +67,8 @@ def test_any_part_of_a_matrix_has_the_values_that_bitsandbytes_dequantises(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, made, monkeypatch):
-    """Decoded in pieces of a few rows, as large matrices are."""
+def test_every_rank_loads_its_slice_of_decoded_matrices_bit_for_bit(kind, made, monkeypatch):
+    """Matrices are decoded in pieces of a few rows, as large matrices are."""
     monkeypatch.setattr("parallel_llama.checkpoint.bitsandbytes._DECODED_AT_ONCE", 5000)
     args = load_model_args(find_model(str(made[kind])))
     (wholes,) = loaded(meant_by(made[kind]), 1)
@@ -82,14 +82,14 @@ def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "int8"])
-def test_logits_are_those_of_transformers_with_the_dequantised_values(kind, made):
+def test_logits_match_transformers_with_dequantised_weights(kind, made):
     expected = reference_logits(meant_by(made[kind]), TOKENS)
     for tp_size in (1, 2, 3, 5):
         ours = torch.cat(run_on_threads(tp_size, logits_of, made[kind], "none", "float64"), 1)
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
-def test_a_line_says_that_matrices_are_decoded_and_int8_activations_are_not_rounded(made):
+def test_message_reports_decoded_matrices_and_unrounded_int8_activations(made):
     lines = {}
     for kind in ("nf4 nested", "fp4", "int8"):
         files = find_model(str(made[kind]))
@@ -128,7 +128,7 @@ def test_a_line_says_that_matrices_are_decoded_and_int8_activations_are_not_roun
         ("nf4", STATE, as_bytes('{"shape": 1, "shape": 2}'), r"'shape' appears twice"),
     ],
 )
-def test_a_damaged_folder_is_refused_with_the_name_of_the_tensor(
+def test_missing_extra_or_wrong_tensor_is_refused_by_name(
     kind, end, tensor, expected, made, tmp_path
 ):
     folder = shutil.copytree(made[kind], tmp_path / "model")
@@ -152,7 +152,7 @@ def test_a_damaged_folder_is_refused_with_the_name_of_the_tensor(
         ({"transposed": True}, "unknown key 'transposed'"),
     ],
 )
-def test_a_quant_state_that_does_not_fit_is_refused(own, expected, made, tmp_path):
+def test_invalid_quant_state_is_refused_by_tensor_and_field(own, expected, made, tmp_path):
     folder = shutil.copytree(made["nf4 nested"], tmp_path / "model")
     state = quant_state(torch.empty(192, 160), KINDS["nf4 nested"], **own)
     rewritten(folder, {f"{Q_PROJ}.{STATE}": state})
@@ -160,7 +160,7 @@ def test_a_quant_state_that_does_not_fit_is_refused(own, expected, made, tmp_pat
         loaded(folder, 1, "none")
 
 
-def test_damaged_bytes_of_a_quant_state_never_cause_another_error(made, tmp_path):
+def test_random_bytes_in_a_quant_state_raise_only_checkpoint_errors(made, tmp_path):
     folder = shutil.copytree(made["nf4 nested"], tmp_path / "model")
     path, rng = folder / "model.safetensors", random.Random(5)
     data, refused = path.read_bytes(), 0

@@ -51,7 +51,7 @@ TYPES = [
     "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
 ]  # fmt: skip
 
-# Rows of two and three blocks of 256, with shares that begin and end inside a block.
+# Rows of two and three blocks of 256, with shards that start and end inside a block.
 WIDE = ModelArgs(
     dim=512, n_layers=1, n_heads=8, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=33
 )
@@ -60,7 +60,7 @@ MATRICES = ("q.weight", "k.weight", "v.weight", "o.weight", "1.weight", "2.weigh
 
 
 def decoded(path, args, params):
-    """Whole tensors by the gguf package alone, wq and wk put into half-split order."""
+    """Whole tensors decoded by the gguf package alone, with wq and wk in half-split order."""
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     wholes = {}
     for param in params:
@@ -76,7 +76,7 @@ def decoded(path, args, params):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
-def test_infinite_scales_are_refused_without_a_warning_of_numpy(tmp_path, kind):
+def test_infinite_scales_are_refused_without_a_numpy_warning(tmp_path, kind):
     types = dict.fromkeys(MATRICES, kind)
     files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), types)
     for tensor in gguf.GGUFReader(files.path, "r+").tensors:
@@ -91,8 +91,8 @@ def test_infinite_scales_are_refused_without_a_warning_of_numpy(tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_type_is_decoded_as_by_the_gguf_package(tmp_path, kind, monkeypatch):
-    """Also in small pieces: a slice larger than one piece must not lose rows between them."""
+def test_every_type_decodes_to_the_values_of_the_gguf_package(tmp_path, kind, monkeypatch):
+    """A slice is decoded in several small pieces, and must not lose rows between two pieces."""
     monkeypatch.setattr(gguf_file, "DECODED_AT_ONCE", 20_000)
     types = dict.fromkeys(MATRICES, kind)
     files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), types)
@@ -113,7 +113,7 @@ def test_every_type_is_decoded_as_by_the_gguf_package(tmp_path, kind, monkeypatc
     assert checkpoint.read(next(parameters(WIDE)), range(2)).dtype == stored
 
 
-def test_the_ranks_together_read_every_weight(tmp_path):
+def test_every_rank_reads_its_slice_of_every_weight(tmp_path):
     weights = weights_of(TINY)
     checkpoint = opened(write_gguf(tmp_path / "tiny.gguf", TINY, weights, {}), TINY)
     for tp_size in range(1, 10):
@@ -141,13 +141,13 @@ def test_only_the_blocks_of_a_slice_are_read(tmp_path, monkeypatch):
     assert sum(n_read) == 512 * 144
 
 
-def test_a_table_of_rotary_factors_is_left_alone_and_a_tied_output_may_be_absent(tmp_path):
+def test_rope_freqs_is_ignored_and_tied_output_may_be_absent(tmp_path):
     args = replace(TINY, tied_embeddings=True)
     weights = weights_of(args) | {"rope_freqs.weight": torch.ones(2)}
     opened(write_gguf(tmp_path / "tied.gguf", args, weights, {}), args)
 
 
-def test_structure_faults_are_listed(tmp_path):
+def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path):
     weights = weights_of(TINY) | {"norm.weight": torch.ones(37), "blk.0.odd": torch.ones(2)}
     del weights["layers.1.feed_forward.w1.weight"]
     checkpoint = open_checkpoint(write_gguf(tmp_path / "odd.gguf", TINY, weights, {}), TINY)
@@ -170,9 +170,9 @@ def smollm2():
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def test_a_start_parses_the_header_once_and_leaves_it_as_it_was(smollm2, monkeypatch):
-    """The arguments, the sampling defaults, the tokenizer, the chat template and the weights come
-    from one header, and each used to parse it for itself."""
+def test_header_is_parsed_once_and_not_modified(smollm2, monkeypatch):
+    """Regression: the arguments, the sampling defaults, the tokenizer, the chat template and the
+    weights each parsed the header again."""
     parsed = []
     read = gguf_header._read
     monkeypatch.setattr(gguf_header, "_read", lambda *args: parsed.append(args) or read(*args))
@@ -197,7 +197,7 @@ def assert_reads(path, params, wholes):
 
 
 @pytest.mark.slow
-def test_a_real_model_is_read_as_by_transformers(smollm2, decoded_folder):
+def test_real_model_weights_equal_those_of_transformers(smollm2, decoded_folder):
     """transformers undoes the rotary order with its own code."""
     model = decoded_smollm2(decoded_folder)
     wholes = model.state_dict()
@@ -208,7 +208,7 @@ def test_a_real_model_is_read_as_by_transformers(smollm2, decoded_folder):
 
 
 @pytest.mark.parametrize("type_name", GGUF_QUANTS)
-def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
+def test_quantised_blocks_have_the_values_of_the_gguf_package(type_name):
     kind = GGMLQuantizationType[type_name]
     size, n_bytes = GGML_QUANT_SIZES[kind]
     blocks = random_blocks(type_name, 15)
@@ -221,9 +221,9 @@ def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
 
 
 @pytest.mark.parametrize("type_name", GGUF_QUANTS)
-def test_blocks_are_encoded_as_they_were_stored(type_name, monkeypatch):
-    """Any bytes: infinite and negative scales, and unusual integers and factors."""
-    monkeypatch.setattr(quantised, "_ENCODED_AT_ONCE", 1500)  # rows in pieces, the last a short one
+def test_encoding_restores_the_stored_blocks(type_name, monkeypatch):
+    """Random bytes include infinite and negative scales, and unusual integers and factors."""
+    monkeypatch.setattr(quantised, "_ENCODED_AT_ONCE", 1500)  # several pieces, the last one short
     n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][1]
     blocks = torch.randint(0, 256, (35, 3, n_bytes), dtype=torch.uint8)
     matrix = decode_gguf(type_name, blocks)
@@ -231,8 +231,8 @@ def test_blocks_are_encoded_as_they_were_stored(type_name, monkeypatch):
 
 
 @pytest.mark.parametrize("type_name", [name for name in GGUF_QUANTS if name != "Q8_0"])
-def test_numbers_with_more_bits_than_a_block_has_are_refused(type_name):
-    """They can be in a damaged native folder, which has a byte for each factor."""
+def test_encoding_refuses_integers_or_factors_with_too_many_bits(type_name):
+    """A damaged native folder can contain such factors, because it stores a byte for each."""
     matrix = decode_gguf(type_name, random_blocks(type_name, 2)[None])
     wide = []
     if type_name != "Q6_K" and matrix.factors is not None:  # its factors have 8 bits
@@ -248,8 +248,8 @@ def test_numbers_with_more_bits_than_a_block_has_are_refused(type_name):
 
 
 @pytest.mark.parametrize("type_name", GGUF_QUANTS)
-def test_a_share_of_blocks_that_are_kept_is_cut_inside_of_them(tmp_path, type_name):
-    """wo is cut between heads and w2 at groups of 32, inside of blocks of 256."""
+def test_shards_that_end_inside_quantised_blocks_load_exact_values(tmp_path, type_name):
+    """wo is sharded between heads and w2 at groups of 32, inside blocks of 256."""
     types = dict.fromkeys(MATRICES, type_name)
     files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), types)
     checkpoint, stored = opened(files, WIDE), stored_formats(files, WIDE)
@@ -278,7 +278,7 @@ def test_a_share_of_blocks_that_are_kept_is_cut_inside_of_them(tmp_path, type_na
         (48, {"w2.weight": "Q4_0"}, [], "none", "decoded to float32: head_dim=48 is not a multipl"),
     ],
 )  # fmt: skip
-def test_matrices_run_as_stored_by_default_and_a_warning_names_those_that_cannot(
+def test_plan_defaults_to_stored_quant_and_warns_of_decoded_matrices(
     tmp_path, capsys, head_dim, types, flags, expected, warning
 ):
     args = replace(WIDE, head_dim=head_dim)
@@ -290,8 +290,8 @@ def test_matrices_run_as_stored_by_default_and_a_warning_names_those_that_cannot
     assert not [name for name in stored_formats(files, args) if "norm" in name]
 
 
-def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):
-    """Two groups of channels on five ranks: the other three ended in an IndexError."""
+def test_rank_without_channels_loads_empty_quantised_matrices(tmp_path):
+    """Regression: with two groups of channels on five ranks, three ranks raised IndexError."""
     args = replace(WIDE, ffn_dim=64)
     types = {"w1.weight": "Q4_0", "w2.weight": "Q4_0"}
     files = write_gguf(tmp_path / "narrow.gguf", args, weights_of(args), types)
@@ -304,7 +304,7 @@ def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):
         assert parts["layers.0.feed_forward.w2.weight"].shape == (args.dim, n_channels)
 
 
-def test_kept_blocks_take_about_as_many_bytes_as_in_the_file():
+def test_quantised_blocks_take_about_as_many_bytes_as_in_the_file():
     for type_name, form in GGUF_QUANTS.items():
         size, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
         most = 1.2 if type_name == "Q2_K" else 1.04  # factors of 4 or 6 bits become bytes

@@ -40,7 +40,7 @@ from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
-# Groups of 128 that heads of 32 cut inside, and five of them in w2.
+# Heads of 32 end inside groups of 128; rows of w2 have five groups.
 TINY = TinyModel(8, 2, 32, 256, ffn_dim=640, vocab_size=101, attention_bias=True)
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
 TP_SIZES = (1, 2, 3, 5, 8)
@@ -93,12 +93,12 @@ def logits_of(comm: Solo, path: Path, quant: str | None = None, dtype: str = "fl
     return runner.logits(runner.forward([Chunk(TOKENS, 0, tables, len(TOKENS))]))
 
 
-# Where each integer is
+# The packing of integers
 
 
 @pytest.mark.parametrize("size", HF_QUANTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind, size):
+def test_slices_of_quantised_matrices_have_exact_values(kind, size):
     matrix = random_matrix(40, 384, size)
     tensors = matrix.packed(kind)
     packing = packing_of({"quantization_config": {**KINDS[kind], "group_size": size}})
@@ -115,15 +115,13 @@ def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind,
             assert torch.equal(groups.values().double(), expected)
 
 
-# What only GPTQ has: bits, group_size and desc_act of matrices that are decoded.
+# Only GPTQ has these: bits, group_size and desc_act of matrices that are decoded.
 DECODED = [(8, 128, False), (4, 128, True), (8, 32, True), (2, 64, False), (4, -1, False)]
 
 
 @pytest.mark.parametrize("kind", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize(("n_bits", "size", "any_order"), DECODED)
-def test_any_part_of_a_decoded_matrix_means_what_its_integers_zeros_and_scales_say(
-    n_bits, size, any_order, kind
-):
+def test_slices_of_decoded_matrices_have_exact_values(n_bits, size, any_order, kind):
     size_or_all = 384 if size == -1 else size
     groups = torch.randperm(384).numpy() // size_or_all if any_order else None
     matrix = random_matrix(48, 384, size_or_all, n_bits, groups)
@@ -144,10 +142,10 @@ def test_any_part_of_a_decoded_matrix_means_what_its_integers_zeros_and_scales_s
 
 
 @pytest.mark.parametrize(("n_bits", "size", "any_order"), DECODED[:3])
-def test_decoded_matrices_give_the_logits_of_transformers_with_the_values_that_are_meant(
+def test_decoded_gptq_logits_match_transformers_and_bad_g_idx_is_refused(
     n_bits, size, any_order, source, tmp_path
 ):
-    """These folders were refused."""
+    """Regression: folders of these formats were refused."""
     stated = {"bits": n_bits, "desc_act": any_order}
     folder = write_packed(source, tmp_path / "gptq", "gptq", size, **stated)
     expected = reference_logits(meant_by(folder), TOKENS)
@@ -167,7 +165,7 @@ def test_decoded_matrices_give_the_logits_of_transformers_with_the_values_that_a
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
+def test_every_rank_loads_its_slice_of_dequantised_weights_exactly(kind, made):
     args = load_model_args(find_model(str(made[kind])))
     (wholes,) = loaded(meant_by(made[kind]), 1)
     for tp_size in TP_SIZES:
@@ -179,8 +177,8 @@ def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
                     assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))
 
 
-def test_ranks_cut_channels_between_groups(made):
-    """Also where some ranks get none; Qwen 2.5 72B has 231 groups."""
+def test_channels_are_sharded_in_whole_quant_groups(made):
+    """Some of the 8 ranks get no group; Qwen 2.5 72B has 231 groups."""
     precision = precision_of(made["awq"])
     assert precision.quant_group_size == 128
     args = load_model_args(find_model(str(made["awq"])))
@@ -194,13 +192,13 @@ def test_ranks_cut_channels_between_groups(made):
     assert [len(shard.ffn) // 128 for shard in shards] == [116, 115]
 
 
-# What the model answers
+# Logits and tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, made):
-    """Decoded to float64 to the last digits; as stored, inputs are rounded to 8 bits as well."""
+def test_logits_match_transformers_with_dequantised_weights(kind, made):
+    """Within 1e-10 in float64; matrices that run as stored also round inputs to 8 bits."""
     expected = reference_logits(meant_by(made[kind]), TOKENS)
     whole = logits_of(Solo(), made[kind])
     assert (whole - expected).norm() < 0.02 * expected.norm()
@@ -214,8 +212,8 @@ def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, m
 
 
 @pytest.mark.slow
-def test_greedy_tokens_on_processes_are_those_of_one_rank(made):
-    """The folder needs no flag."""
+def test_greedy_tokens_of_three_ranks_equal_those_of_one_rank(made):
+    """No flag is needed to run the folder as stored."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
     def tokens(tp_size: int) -> tuple[int, ...]:
@@ -229,8 +227,8 @@ def test_greedy_tokens_on_processes_are_those_of_one_rank(made):
 
 
 @pytest.mark.slow
-def test_what_is_not_quantised_stays_plain(source, tmp_path):
-    """Some of a layer, as modules_to_not_convert has it; and the head may be quantised as well."""
+def test_unconverted_modules_stay_plain_and_lm_head_may_be_quantised(source, tmp_path):
+    """modules_to_not_convert excludes a part of a layer."""
 
     def is_quantised(name: str) -> bool:
         return name == "lm_head.weight" or (is_projection(name) and "layers.1.mlp" not in name)
@@ -266,8 +264,8 @@ FAMILIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ("gptq", "awq"))
-def test_weights_that_share_a_tensor_and_experts_are_read_alike(kind, family, tmp_path):
-    """Falcon's queries, keys and values are in one, KV head by KV head."""
+def test_logits_of_fused_tensors_and_experts_match_transformers(kind, family, tmp_path):
+    """Falcon stores queries, keys and values in one tensor, KV head by KV head."""
 
     def is_quantised(name: str) -> bool:
         is_plain = "norm" in name or ".ln_" in name or name.endswith((".gate.weight", ".bias"))
@@ -283,8 +281,8 @@ def test_weights_that_share_a_tensor_and_experts_are_read_alike(kind, family, tm
         assert (ours - expected).norm() < 0.02 * expected.norm()
 
 
-def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
-    """Early programs wrote one for every matrix."""
+def test_unexpected_bias_is_ignored_only_if_it_is_zero(tmp_path):
+    """Early GPTQ programs wrote a bias of zeros for every matrix."""
     source = write_hf(TinyModel(4, 2, 32, 128, ffn_dim=128), tmp_path / "hf")
     folder = write_packed(source, tmp_path / "gptq", "gptq")
     name = "model.layers.1.self_attn.o_proj.bias"
@@ -295,13 +293,13 @@ def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
         loaded(folder, 1)
 
 
-# Other layouts, and what commands say
+# Other layouts, and commands
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("gptq", "awq"))
-def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, made, tmp_path):
-    """From one file to two and three, and on any number of ranks."""
+def test_decoded_values_after_reshard_equal_loaded_values_bit_for_bit(kind, made, tmp_path):
+    """Folders of two and three files, loaded by one and by three ranks."""
     hf = moved(made[kind], tmp_path / "hf", "hf", 2, dtype="float32")
     assert "quantization_config" not in json.loads((hf / "config.json").read_text())
     native = moved(made[kind], tmp_path / "native", "native", 3, quant="none", dtype="float32")
@@ -326,14 +324,16 @@ def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, 
         ),
     ],
 )
-def test_a_target_that_cannot_hold_the_groups_is_refused(flags, expected, made, tmp_path, capsys):
+def test_reshard_refuses_formats_that_cannot_hold_the_quant_groups(
+    flags, expected, made, tmp_path, capsys
+):
     argv = ["reshard", str(made["gptq"]), str(tmp_path / "x.gguf"), "--tp", "1", "--format"]
     assert main([*argv, *flags.split()]) == 2
     assert re.search(expected, capsys.readouterr().err.strip())
     assert not list(tmp_path.iterdir())
 
 
-def test_plan_shows_the_bytes_that_are_loaded(made, capsys):
+def test_plan_reports_stored_quant_and_weight_bytes_of_every_rank(made, capsys):
     argv = ["plan", "--model", str(made["awq"]), "--nproc", "3", "--device", "cpu", "--json"]
     assert main(argv) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -348,11 +348,11 @@ def test_plan_shows_the_bytes_that_are_loaded(made, capsys):
     assert HF_QUANTS[128].n_bytes(1024) == 512 + 32 + 32
 
 
-# What is not read
+# Folders that are refused
 
 
 def rewritten(folder: Path, changed: dict[str, torch.Tensor | None]) -> None:
-    """Put other tensors into a folder, or take those out for which there is None."""
+    """Replace tensors of a folder; a tensor that is None is removed."""
     path = folder / "model.safetensors"
     tensors = {**load_file(path), **changed}
     save_file({name: t for name, t in tensors.items() if t is not None}, path, {"format": "pt"})
@@ -392,16 +392,14 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ),
     ],
 )
-def test_tensors_that_are_otherwise_than_config_json_says_are_refused(
-    changed, expected, made, tmp_path
-):
+def test_tensors_that_contradict_config_json_are_refused(changed, expected, made, tmp_path):
     folder = shutil.copytree(made["gptq"], tmp_path / "model")
     rewritten(folder, changed)
     with pytest.raises(CheckpointError, match=expected):
         loaded(folder, 1)
 
 
-def test_a_scale_that_is_no_number_is_refused(made, tmp_path):
+def test_infinite_scale_is_refused(made, tmp_path):
     folder = shutil.copytree(made["awq"], tmp_path / "model")
     scales = load_file(folder / "model.safetensors")[f"{Q_PROJ}.scales"]
     scales[1, 7] = torch.inf
@@ -411,7 +409,7 @@ def test_a_scale_that_is_no_number_is_refused(made, tmp_path):
             loaded(folder, 1, quant)
 
 
-def test_pickled_files_and_matrices_of_no_whole_words_are_refused(made, tmp_path):
+def test_pickled_files_and_sizes_that_do_not_fill_words_are_refused(made, tmp_path):
     folder = shutil.copytree(made["awq"], tmp_path / "model")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -425,8 +423,8 @@ def test_pickled_files_and_matrices_of_no_whole_words_are_refused(made, tmp_path
         precision_of(odd)
 
 
-def test_a_folder_whose_tensors_are_plain_is_read_as_such(source, tmp_path):
-    """What is quantised is said by the tensors; config.json says how."""
+def test_plain_tensors_stay_plain_despite_quantization_config(source, tmp_path):
+    """The tensors show which matrices are quantised; config.json states how."""
     folder = write_packed(source, tmp_path / "model", "awq", is_quantised=lambda _: False)
     assert precision_of(folder).quant == "none"
     with pytest.raises(UsageError, match="use int8, int4 or fp8"):

@@ -34,7 +34,7 @@ def test_the_ranks_together_read_every_weight(tmp_path, dtype):
             assert held == set(range(param.shape[param.dim]))
 
 
-def test_a_read_of_more_than_one_system_call_is_put_together(tmp_path, monkeypatch):
+def test_read_continues_after_a_short_system_call(tmp_path, monkeypatch):
     """A read returns at most 2 GiB, and may return less than requested at any time."""
     whole_read = byte_ranges.os.preadv
     monkeypatch.setattr(
@@ -47,7 +47,7 @@ def test_a_read_of_more_than_one_system_call_is_put_together(tmp_path, monkeypat
         assert torch.equal(checkpoint.read(param, rows), weights[param.name])
 
 
-def test_known_extras_are_left_alone(tmp_path):
+def test_known_extra_tensors_are_ignored(tmp_path):
     args = replace(TINY, tied_embeddings=True)
     tensors = {hf_name(name): whole for name, whole in weights_of(args).items()}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -55,7 +55,7 @@ def test_known_extras_are_left_alone(tmp_path):
     opened(write_safetensors(tmp_path, tensors), args)
 
 
-def test_structure_faults_are_listed_together(tmp_path):
+def test_missing_extra_and_misshapen_tensors_are_listed_together(tmp_path):
     tensors = {hf_name(name): whole for name, whole in weights_of(TINY).items()}
     del tensors["model.layers.1.self_attn.q_proj.bias"]
     tensors["model.layers.0.mlp.up_proj.scale"] = torch.ones(1)
@@ -76,14 +76,14 @@ def test_a_long_list_of_faults_is_cut(tmp_path):
         open_checkpoint(files, args).check(args)
 
 
-def test_a_second_head_of_an_untied_model_is_no_extra_and_of_a_tied_one_is_not_read(tmp_path):
+def test_lm_head_is_accepted_for_untied_and_tied_models(tmp_path):
     files = write_hf(tmp_path, weights_of(TINY))
     opened(files)
     opened(files, replace(TINY, tied_embeddings=True))
 
 
 @pytest.mark.parametrize("end", ["qweight", "qzeros", "weight.absmax", "weight_scale_inv"])
-def test_quantised_weights_of_which_config_json_says_nothing_are_named(tmp_path, end):
+def test_quantised_tensors_without_quantization_config_are_named(tmp_path, end):
     name = f"model.layers.0.mlp.up_proj.{end}"
     tensors = {hf_name(n): t for n, t in weights_of(TINY).items()}
     files = write_safetensors(tmp_path, {**tensors, name: torch.zeros(3, dtype=torch.int32)})
@@ -93,7 +93,7 @@ def test_quantised_weights_of_which_config_json_says_nothing_are_named(tmp_path,
         opened(files)
 
 
-def test_a_dtype_that_is_not_a_float_is_refused_with_the_tensor(tmp_path):
+def test_non_float_dtype_is_refused_with_the_tensor_name(tmp_path):
     weights = weights_of(TINY)
     weights["layers.0.feed_forward.w1.weight"] = torch.ones(50, 36, dtype=torch.int8)
     (tmp_path / "config.json").write_text("{}")
@@ -168,7 +168,7 @@ def test_a_forged_header_is_refused(tmp_path, header, fault):
         read_safetensors_header(path)
 
 
-def test_more_tensors_than_any_model_has_are_refused(tmp_path, monkeypatch):
+def test_header_with_more_than_max_tensors_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(header_module, "MAX_TENSORS", 1)
     path = write_hf(tmp_path, weights_of(TINY)).weights[0]
     with pytest.raises(CheckpointError, match="claims more than 1 tensors"):
@@ -188,7 +188,7 @@ def test_an_index_that_names_the_wrong_file_is_refused(tmp_path):
         open_checkpoint(files, TINY)
 
 
-def test_an_index_that_lists_a_tensor_of_no_file_is_refused(tmp_path):
+def test_index_that_lists_a_tensor_absent_from_all_files_is_refused(tmp_path):
     files = write_hf(tmp_path, weights_of(TINY), n_files=2)
     edit_listing(files, lambda listing: listing.update({"ghost": "../ghost.safetensors"}))
     with pytest.raises(CheckpointError, match=r"'ghost' should be in .* in none of the files"):
@@ -203,7 +203,7 @@ def test_an_index_that_leaves_a_tensor_out_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"a": 1}}', "[" * 100_000])
-def test_an_index_that_is_none_is_refused(tmp_path, text):
+def test_index_without_a_valid_weight_map_is_refused(tmp_path, text):
     files = write_hf(tmp_path, weights_of(TINY), n_files=2)
     files.index.write_text(text)
     with pytest.raises(CheckpointError, match=r"not JSON|not an object|needs a weight_map"):
@@ -217,8 +217,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         open_checkpoint(files, TINY)
 
 
-def test_a_message_quotes_no_more_than_the_beginning_of_a_long_name(tmp_path):
-    """A name may be as long as the header, and went whole to the person's terminal."""
+def test_error_messages_truncate_long_tensor_names(tmp_path):
+    """Regression: a tensor name as long as the header was printed in full."""
     tensors = {hf_name(name): whole for name, whole in weights_of(TINY).items()}
     (tmp_path / "safe").mkdir()
     (tmp_path / "torch").mkdir()

@@ -1,6 +1,6 @@
 """HF folders as users have them give the weights that transformers loads from them.
 
-In float64, as in test_parity. Each folder is a tiny random model with one peculiarity.
+In float64, like test_parity. Each folder is a tiny random model with one peculiarity.
 """
 
 import json
@@ -67,14 +67,14 @@ def assert_loads_as_in_transformers(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_a_setting_means_what_it_means_to_transformers(folder, settings):
+def test_config_setting_gives_the_logits_of_transformers(folder, settings):
     edit_config(folder, **settings)
     assert_loads_as_in_transformers(folder)
 
 
 @pytest.mark.parametrize("window", [{"sliding_window": 4}, {"attention_chunk_size": 4}], ids=str)
-def test_transformers_contradicts_itself_about_a_window_so_it_is_refused(folder, window):
-    """Its attention sees all keys and its cache drops some: no answer of ours would be right."""
+def test_window_that_transformers_applies_inconsistently_is_refused(folder, window):
+    """transformers attends to all keys without a cache, and its cache drops some keys."""
     whole = AutoModelForCausalLM.from_pretrained(folder)
     edit_config(folder, **window)
     windowed = AutoModelForCausalLM.from_pretrained(folder)
@@ -108,8 +108,8 @@ def test_a_base_model_without_a_head_is_refused_with_that_reason(folder, tmp_pat
         load_model_args(find_model(str(base)))
 
 
-def test_a_weight_under_both_of_its_names_is_refused(folder):
-    """With and without the `model.`, which is ambiguous."""
+def test_weight_stored_under_two_names_is_refused(folder):
+    """The names with and without `model.` are ambiguous."""
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "norm.weight": torch.ones(72)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"norm\.weight"):
@@ -117,8 +117,8 @@ def test_a_weight_under_both_of_its_names_is_refused(folder):
 
 
 @pytest.mark.slow
-def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(folder, tmp_path):
-    """Its config.json names a GGUF file as the source, and the weights are plain floats."""
+def test_folder_that_transformers_converted_from_gguf_is_read(folder, tmp_path):
+    """config.json names a GGUF file as the source, and the weights are plain floats."""
     source = convert(folder, tmp_path / "tiny.gguf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name)
     model.hf_quantizer = None  # transformers 5 refuses to save a model that has one
@@ -133,7 +133,7 @@ def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(folder, tmp_path
 
 
 def as_bin(folder: Path, n_files: int = 1) -> dict[str, torch.Tensor]:
-    """Write the folder's weights as torch's own files in place of safetensors; what is in them."""
+    """Replaces the folder's safetensors by pytorch_model.bin files. Returns: the state dict."""
     state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     (folder / "model.safetensors").unlink()
     if n_files == 1:
@@ -150,8 +150,8 @@ def as_bin(folder: Path, n_files: int = 1) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("n_files", [1, 3])
 @pytest.mark.parametrize("name", ["9/3", "9/3 tied", "10/2 all biases, tied"])
-def test_torchs_own_files_are_read(tmp_path, name, n_files):
-    """A tied head shares the storage of the embeddings, and is in the files under both names."""
+def test_pytorch_bin_files_give_the_logits_of_transformers(tmp_path, name, n_files):
+    """A tied head shares the storage of the embeddings, and the files have both names."""
     folder = write_hf(TINY_MODELS[name], tmp_path)
     state = as_bin(folder, n_files)
     assert "lm_head.weight" in state
@@ -159,7 +159,7 @@ def test_torchs_own_files_are_read(tmp_path, name, n_files):
 
 
 def as_one_vector(folder: Path) -> None:
-    """As in files that were put together from a training run: views into one long vector."""
+    """Writes all tensors as views into one long vector, as some training programs do."""
     state = as_bin(folder)
     flat = torch.cat([tensor.flatten() for tensor in state.values()])
     pieces = flat.split([tensor.numel() for tensor in state.values()])
@@ -172,13 +172,13 @@ def test_a_tensor_may_be_a_part_of_a_longer_storage(folder):
     assert_loads_as_in_transformers(folder)
 
 
-def test_safetensors_come_before_torchs_own_files(folder):
+def test_safetensors_are_preferred_to_pytorch_bin(folder):
     torch.save({"model.norm.weight": torch.zeros(72)}, folder / BIN)
     assert [file.name for file in find_model(str(folder)).weights] == ["model.safetensors"]
     assert_loads_as_in_transformers(folder)
 
 
-def test_a_rank_reads_its_own_bytes_of_torchs_files(folder, monkeypatch):
+def test_ranks_read_only_their_own_bytes_of_pytorch_bin_files(folder, monkeypatch):
     as_bin(folder, 2)
     counts: list[int] = []
     whole_read = os.preadv
@@ -194,7 +194,7 @@ def test_a_rank_reads_its_own_bytes_of_torchs_files(folder, monkeypatch):
     assert 0.9 * total < sum(counts) < total + 2 * norms
 
 
-def test_code_in_torchs_own_files_is_refused_and_not_run(folder, tmp_path):
+def test_code_in_pytorch_bin_is_refused_and_not_run(folder, tmp_path):
     as_bin(folder)
 
     def refused() -> None:
@@ -209,21 +209,21 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_torchs_own_files_of_the_old_form_are_refused_with_a_way_out(folder):
+def test_pytorch_bin_from_before_torch_1_6_is_refused(folder):
     state = as_bin(folder)
     torch.save(state, folder / BIN, _use_new_zipfile_serialization=False)
     assert "before torch 1.6" in refusal(folder)
 
 
-def test_a_tensor_that_is_not_stored_row_by_row_is_refused(folder):
+def test_non_contiguous_tensor_is_refused_by_name(folder):
     state = as_bin(folder)
     name = "model.layers.0.mlp.up_proj.weight"
     torch.save({**state, name: state[name].t().contiguous().t()}, folder / BIN)
     assert f"{name!r} is not contiguous" in refusal(folder)
 
 
-def test_numbers_of_another_byte_order_are_refused(folder):
-    """torch turns them round as it loads; the bytes in the file would be other numbers."""
+def test_big_endian_pytorch_bin_is_refused(folder):
+    """torch.load swaps the bytes; bytes read straight from the file would be other numbers."""
     as_bin(folder)
     with zipfile.ZipFile(folder / BIN) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
@@ -236,7 +236,7 @@ def test_numbers_of_another_byte_order_are_refused(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_files", [1, 2])
-def test_torchs_own_files_are_verified_and_resharded(folder, tmp_path, capsys, n_files):
+def test_pytorch_bin_files_can_be_verified_and_resharded(folder, tmp_path, capsys, n_files):
     before = write_hf(TINY_MODELS["9/3"], tmp_path / "before")
     as_bin(folder, n_files)
     assert main(["plan", "--model", str(folder), "--nproc", "3"]) == 0
@@ -249,7 +249,7 @@ def test_torchs_own_files_are_verified_and_resharded(folder, tmp_path, capsys, n
 @pytest.mark.parametrize(
     "write", [as_bin, lambda folder: as_bin(folder, 2), as_one_vector], ids=["one", "two", "vector"]
 )
-def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(folder, write):
+def test_damage_in_pytorch_bin_is_reported_with_tensor_and_bytes(folder, write):
     write(folder)
     add_manifest(folder)
     path = sorted(folder.glob("*.bin"))[0]
@@ -263,7 +263,7 @@ def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(folder, write
     assert int(match[1]) <= at < int(match[2]) <= len(data)
 
 
-def test_a_folder_of_torchs_own_files_that_is_not_whole_is_refused(folder):
+def test_incomplete_set_of_pytorch_bin_files_is_refused(folder):
     as_bin(folder, 3)
     (folder / "pytorch_model-00002-of-00003.bin").unlink()
     with pytest.raises(UsageError, match=r"1 of the 3 files.*pytorch_model-00002-of-00003\.bin"):

@@ -40,7 +40,7 @@ def loaded(checkpoint, shard, dtype=torch.float32, on_bytes=lambda _: None):
 
 @pytest.mark.parametrize("piece_values", [1, 1 << 25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rank_gets_its_share_in_order_and_counts_its_bytes(
+def test_rank_loads_its_shard_in_order_and_counts_its_bytes(
     tmp_path, monkeypatch, piece_values, dtype
 ):
     monkeypatch.setattr("parallel_llama.checkpoint.reading.PIECE_VALUES", piece_values)
@@ -53,7 +53,7 @@ def test_a_rank_gets_its_share_in_order_and_counts_its_bytes(
         assert [name for name, _ in tensors] == [param.name for param in parameters(TINY)]
         for (name, tensor), param in zip(tensors, parameters(TINY), strict=True):
             rows = shard.rows_of(param)
-            whole = interleaved(name, weights[name], TINY.head_dim)  # as the model wants it
+            whole = interleaved(name, weights[name], TINY.head_dim)  # as the model needs wq and wk
             whole = whole.narrow(param.dim, rows.start, len(rows)).to(dtype)
             assert tensor.dtype == dtype and tensor.is_contiguous()
             assert torch.equal(tensor, whole)
@@ -62,7 +62,7 @@ def test_a_rank_gets_its_share_in_order_and_counts_its_bytes(
         )
 
 
-def test_a_share_without_rows_is_an_empty_tensor(tmp_path):
+def test_shard_without_rows_is_an_empty_tensor(tmp_path):
     args = replace(TINY, ffn_dim=3)
     checkpoint = open_checkpoint(write_hf(tmp_path, weights_of(args)), args)
     shapes = {
@@ -74,7 +74,7 @@ def test_a_share_without_rows_is_an_empty_tensor(tmp_path):
     assert shapes == {(36, 0), (36, 1)}
 
 
-def test_pieces_are_bounded_cover_the_rows_and_begin_at_blocks():
+def test_pieces_are_bounded_aligned_and_cover_all_rows():
     param = Param("w", (5000, 1 << 17), "ffn")
     pieces = pieces_of(param, range(300, 4000), PIECE_VALUES)
     assert [row for piece in pieces for row in piece] == list(range(300, 4000))
@@ -86,7 +86,7 @@ def test_pieces_are_bounded_cover_the_rows_and_begin_at_blocks():
 
 @pytest.fixture
 def three_threads():
-    """Those of torch's operations in this thread, and in threads to come."""
+    """Three threads for torch's operations, in this thread and in new threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -100,9 +100,9 @@ def n_threads_of_a_new_thread():
 
 @pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 @pytest.mark.usefixtures("three_threads")
-def test_torch_computes_alone_in_threads_that_share_work_and_nowhere_else():
+def test_torch_is_single_threaded_only_in_worker_threads():
     with workers() as threads:
-        together = Barrier(3)  # so that there are three
+        together = Barrier(3)  # so that all three workers run
 
         def n_own_threads(_):
             together.wait(timeout=30)
@@ -114,7 +114,7 @@ def test_torch_computes_alone_in_threads_that_share_work_and_nowhere_else():
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("form", [QuantFormat(8), QuantFormat(4, has_min=True)])
-def test_a_matrix_is_quantised_the_same_in_pieces_by_threads(monkeypatch, form):
+def test_quantising_in_pieces_by_threads_equals_quantising_whole(monkeypatch, form):
     monkeypatch.setattr("parallel_llama.checkpoint.reading.QUANTISED_AT_ONCE", 7 * 64)
     param = Param("layers.0.feed_forward.w2.weight", (100, 64), "ffn")
     values = torch.randn(param.shape, generator=torch.Generator().manual_seed(0))
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_weight_is_read(tmp_pa
         )
 
 
-def test_a_configuration_alone_is_no_checkpoint(tmp_path):
+def test_configuration_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="without weights"):
         open_checkpoint(ModelFiles("config", tmp_path, tmp_path, (), None), TINY)
 
@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
         open_checkpoint(files, TINY)
 
 
-def test_a_disk_that_fails_while_reading_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+def test_disk_error_while_reading_names_the_file(tmp_path, monkeypatch):
     checkpoint = open_checkpoint(write_hf(tmp_path, weights_of(TINY)), TINY)
 
     def failing(*_):
@@ -192,7 +192,7 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks():
                 assert torch.equal(tensor, wholes[name].narrow(param.dim, rows.start, len(rows)))
 
 
-def test_random_weights_differ_by_seed_name_and_chunk_and_keep_activations_sane():
+def test_random_weights_differ_by_seed_name_and_chunk_with_expected_std():
     args = replace(TINY, dim=576, vocab_size=300)
     checkpoint = random_checkpoint(args, seed=3)
     params = {param.name: param for param in parameters(args)}
@@ -208,7 +208,7 @@ def test_random_weights_differ_by_seed_name_and_chunk_and_keep_activations_sane(
 
 
 @pytest.mark.slow
-def test_a_load_reads_each_byte_once_and_holds_little_beside_the_share(tmp_path):
+def test_load_reads_each_byte_once_and_needs_little_extra_memory(tmp_path):
     """Column slices (wo, w2) must not read whole rows, nor float32 be converted as one tensor."""
     args = ModelArgs(
         dim=256, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=1024, vocab_size=65536
@@ -217,5 +217,5 @@ def test_a_load_reads_each_byte_once_and_holds_little_beside_the_share(tmp_path)
     costs = [cost_of_rank(tmp_path, args, 2, rank, piece_values=1 << 18) for rank in range(2)]
     assert n_bytes <= sum(cost.read_bytes for cost in costs) <= 1.05 * n_bytes
     for cost in costs:
-        # A tensor converted as a whole would be 32 MiB; pieces and what is imported take 8 to 13.
+        # A tensor converted as a whole would be 32 MiB; pieces and imports take 8 to 13.
         assert cost.shard_bytes < cost.peak_bytes < cost.shard_bytes + (20 << 20)

@@ -47,7 +47,7 @@ def refused(folder: Path, data: bytes) -> bool:
     return False
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_manifest_is_read_back(tmp_path):
     assert read_manifest(tmp_path) is None
     write_manifest(tmp_path, SMALL)
     found = read_manifest(tmp_path)
@@ -58,8 +58,8 @@ def test_what_is_written_is_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_single_flipped_bit_is_found(tmp_path):
-    """Also in white space, and in a hash that nothing else would compare."""
+def test_every_single_flipped_bit_is_detected(tmp_path):
+    """Includes bits of white space, and of a hash that nothing else compares."""
     data = bytearray(encode_manifest(SMALL))
     for at in range(len(data) * 8):
         data[at // 8] ^= 1 << at % 8
@@ -94,7 +94,7 @@ def test_a_forged_manifest_is_refused(tmp_path, old, new):
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", ""])
-def test_a_name_outside_the_folder_is_refused_even_with_the_right_hash(tmp_path, name):
+def test_file_name_outside_the_folder_is_refused_independently_of_the_hash(tmp_path, name):
     """A forger can compute the hash of a manifest, so decoding must refuse the name itself."""
     with pytest.raises(ValueError, match="outside the folder"):
         Manifest("hf", {}, {name: FileEntry(0, hash_bytes(b""))})
@@ -105,18 +105,18 @@ def test_a_name_outside_the_folder_is_refused_even_with_the_right_hash(tmp_path,
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"null", b"\xff", b"{", b"1"])
-def test_what_is_no_manifest_is_refused(tmp_path, text):
+def test_invalid_manifest_is_refused(tmp_path, text):
     assert refused(tmp_path, text)
 
 
-def test_a_manifest_is_read_within_a_bound(tmp_path, monkeypatch):
+def test_manifest_larger_than_the_limit_is_refused(tmp_path, monkeypatch):
     write_manifest(tmp_path, SMALL)
     monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointError, match="larger than 100 bytes"):
         read_manifest(tmp_path)
 
 
-def test_a_folder_or_a_dead_link_in_its_place_is_refused(tmp_path):
+def test_manifest_that_is_a_folder_or_dangling_link_is_refused(tmp_path):
     (tmp_path / MANIFEST).mkdir()
     with pytest.raises(CheckpointError, match="not a file"):
         read_manifest(tmp_path)
@@ -141,7 +141,7 @@ def test_a_write_that_fails_leaves_the_old_manifest(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5,), (3, 4), (600, 1000)])
-def test_the_hash_of_a_tensor_is_that_of_its_bytes(dtype, shape):
+def test_tensor_hash_equals_the_hash_of_its_bytes(dtype, shape):
     tensor = torch.randn(shape).to(dtype)
     raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() < 100 else None
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -172,7 +172,7 @@ def test_a_file_is_hashed_whole_and_in_spans(tmp_path, size):
         assert hash_file(path, span=span) == blake3(data[span.start : span.stop]).hexdigest()
 
 
-def test_a_file_that_ends_early_or_is_none_is_refused(tmp_path):
+def test_hash_file_refuses_short_file_folder_and_missing_path(tmp_path):
     (tmp_path / "f").write_bytes(b"12345")
     with pytest.raises(CheckpointError, match="ends at byte 5, expected 9"):
         hash_file(tmp_path / "f", span=range(2, 9))

@@ -35,7 +35,7 @@ def assert_reads(checkpoint, args, weights, tp_sizes):
 @pytest.mark.parametrize("embedding_dim", [0, 1])
 @pytest.mark.parametrize("n_files", [1, 2, 4, 8])
 def test_any_number_of_files_gives_the_same_weights(tmp_path, n_files, embedding_dim):
-    """With 8 files of 4 KV heads each head is stored twice, as 0, 0, 1, 1: never 0, 1, 0, 1."""
+    """8 files store each of the 4 KV heads twice, in the order 0, 0, 1, 1 and not 0, 1, 0, 1."""
     weights = weights_of(EIGHT, torch.bfloat16)
     files = write_meta(tmp_path, meta_shards(EIGHT, weights, n_files, embedding_dim))
     assert_reads(opened(files, EIGHT), EIGHT, weights, (1, 3, 8))
@@ -50,7 +50,7 @@ def test_files_of_unequal_size_are_joined(tmp_path, n_files):
     assert_reads(opened(files, TINY), TINY, weights, range(1, 10))
 
 
-def test_rows_that_cut_a_head_are_reordered_within_it(tmp_path):
+def test_slice_that_cuts_a_head_is_read_in_half_split_order(tmp_path):
     weights = weights_of(TINY)
     checkpoint = opened(write_meta(tmp_path, meta_shards(TINY, weights, 2)), TINY)
     for param in parameters(TINY):
@@ -59,7 +59,7 @@ def test_rows_that_cut_a_head_are_reordered_within_it(tmp_path):
             assert torch.equal(part, weights[param.name][3:22])
 
 
-def test_nothing_that_was_read_keeps_the_file_mapped(tmp_path):
+def test_read_tensors_do_not_keep_the_file_mapped(tmp_path):
     weights = weights_of(TINY)
     files = write_meta(tmp_path, meta_shards(TINY, weights, 1))
     checkpoint = opened(files, TINY)
@@ -69,7 +69,7 @@ def test_nothing_that_was_read_keeps_the_file_mapped(tmp_path):
     assert torch.equal(parts[0], weights["tok_embeddings.weight"])
 
 
-def test_rotary_tables_are_left_alone(tmp_path):
+def test_rope_freqs_tensors_are_ignored(tmp_path):
     shards = meta_shards(TINY, weights_of(TINY), 2)
     for shard in shards:
         shard["rope.freqs"] = torch.ones(2)
@@ -77,7 +77,7 @@ def test_rotary_tables_are_left_alone(tmp_path):
     opened(write_meta(tmp_path, shards), TINY)
 
 
-def test_norms_that_differ_between_files_are_warned_of_once(tmp_path, caplog):
+def test_norms_that_differ_between_files_cause_one_warning(tmp_path, caplog):
     weights = weights_of(TINY)
     shards = meta_shards(TINY, weights, 2)
     shards[1]["norm.weight"] += 0.5
@@ -98,7 +98,7 @@ def test_copies_of_a_kv_head_that_differ_are_refused(tmp_path):
         assert_reads(checkpoint, EIGHT, weights_of(EIGHT), (1,))
 
 
-def test_structure_faults_name_the_file(tmp_path):
+def test_tensor_faults_are_listed_with_files_or_shapes(tmp_path):
     shards = meta_shards(TINY, weights_of(TINY), 2)
     del shards[1]["layers.1.attention.wq.bias"]
     shards[0]["layers.0.attention.wq.scale"] = torch.ones(1)
@@ -112,7 +112,7 @@ def test_structure_faults_name_the_file(tmp_path):
     assert "misshapen: norm.weight is [36], [37] in the files, expected [36];" in text
 
 
-def test_a_file_left_out_is_seen_from_the_shapes(tmp_path):
+def test_missing_file_is_detected_from_the_shapes(tmp_path):
     shards = meta_shards(TINY, weights_of(TINY), 3)
     checkpoint = open_checkpoint(write_meta(tmp_path, shards[:2]), TINY)
     with pytest.raises(CheckpointError, match=r"misshapen: tok_embeddings.weight"):
@@ -126,7 +126,7 @@ def test_a_dtype_that_is_not_a_float_is_refused(tmp_path):
         opened(write_meta(tmp_path, shards), TINY)
 
 
-def test_a_vocabulary_that_does_not_add_up_is_refused(tmp_path):
+def test_vocab_size_of_an_incomplete_set_of_files_is_refused(tmp_path):
     shards = meta_shards(TINY, weights_of(TINY), 3, embedding_dim=1)
     with pytest.raises(CheckpointError, match="do not form rows of 36"):
         meta_vocab_size(write_meta(tmp_path, shards[:2]))
@@ -149,7 +149,7 @@ def test_a_truncated_file_is_refused(one_file, left):
     refused(one_file, "truncated or damaged")
 
 
-def test_a_file_of_before_torch_1_6_is_refused_with_a_way_out(one_file):
+def test_file_from_before_torch_1_6_is_refused_with_a_remedy(one_file):
     torch.save({"a": torch.ones(2)}, one_file.weights[0], _use_new_zipfile_serialization=False)
     refused(one_file, "not a zip archive.*save it again")
 
@@ -168,7 +168,7 @@ def test_anything_but_a_flat_dictionary_of_tensors_is_refused(one_file, content)
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")])
-def test_a_tensor_without_plain_data_is_refused(one_file, tensor):
+def test_sparse_and_meta_device_tensors_are_refused(one_file, tensor):
     torch.save({"a": tensor}, one_file.weights[0])
     refused(one_file, "plain")
 
@@ -178,13 +178,13 @@ def shortened(records):
 
 
 def test_a_record_shorter_than_its_tensor_is_refused(one_file):
-    """A mapped load takes the bytes behind it, of the next records, for the weight."""
+    """torch.load with mmap reads bytes of the next records as the rest of the weight."""
     rewritten(one_file.weights[0], shortened)
-    torch.load(one_file.weights[0], weights_only=True, mmap=True)  # torch takes it
+    torch.load(one_file.weights[0], weights_only=True, mmap=True)  # torch accepts the file
     refused(one_file, "are not the records")
 
 
-def test_a_record_more_than_the_tensors_use_is_refused(one_file):
+def test_record_that_no_tensor_uses_is_refused(one_file):
     rewritten(one_file.weights[0], lambda records: records.update({"consolidated.00/data/x": b"1"}))
     refused(one_file, "are not the records")
 
@@ -195,7 +195,7 @@ def test_a_compressed_archive_is_refused(one_file):
 
 
 def test_records_that_overlap_are_refused(one_file):
-    """The directory sends record 1 to the place of record 0."""
+    """The zip directory gives record 1 the offset of record 0."""
     path = one_file.weights[0]
     with zipfile.ZipFile(path) as archive:
         first, second = (archive.getinfo(f"consolidated.00/data/{n}").header_offset for n in (0, 1))

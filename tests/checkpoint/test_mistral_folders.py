@@ -25,7 +25,7 @@ DENSE, EXPERTS = TINY_MODELS["8/2 mistral"], TINY_MODELS["8/2 mixtral"]
 FILE, INDEX = "consolidated.safetensors", "consolidated.safetensors.index.json"
 TOKENS = list(range(5, 150, 6))
 
-# HF's words for parts of a name and Mistral's.
+# Parts of tensor names: HF's and Mistral's.
 RENAMED = {
     "model.embed_tokens": "tok_embeddings",
     "model.layers": "layers",
@@ -92,7 +92,7 @@ def write(tiny: TinyModel, hf_folder: Path, folder: Path, n_files: int = 1) -> P
 
 @pytest.mark.parametrize("tiny", [DENSE, EXPERTS], ids=["mistral", "mixtral"])
 @pytest.mark.parametrize("n_files", [1, 3])
-def test_a_mistral_folder_computes_what_its_hf_folder_does(tiny, n_files, tmp_path):
+def test_logits_of_a_mistral_folder_match_those_of_its_hf_folder(tiny, n_files, tmp_path):
     hf = write_hf(tiny, tmp_path / "hf", seed=5)
     folder = write(tiny, hf, tmp_path / "mistral", n_files)
     expected = reference_logits(hf, TOKENS)
@@ -102,7 +102,7 @@ def test_a_mistral_folder_computes_what_its_hf_folder_does(tiny, n_files, tmp_pa
 
 
 @pytest.mark.parametrize("tiny", [DENSE, EXPERTS], ids=["mistral", "mixtral"])
-def test_a_mistral_folder_becomes_the_hf_folder_byte_for_byte(tiny, tmp_path):
+def test_mistral_folder_reshards_to_the_exact_hf_tensors(tiny, tmp_path):
     hf = write_hf(tiny, tmp_path / "hf", seed=5)
     folder = write(tiny, hf, tmp_path / "mistral")
     files = find_model(str(folder))
@@ -116,7 +116,7 @@ def test_a_mistral_folder_becomes_the_hf_folder_byte_for_byte(tiny, tmp_path):
     assert verify(str(tmp_path / "meta"), against=str(folder)).ok
 
 
-def test_hfs_files_are_read_where_both_are_there(tmp_path, caplog):
+def test_hf_files_take_precedence_over_mistral_files(tmp_path, caplog):
     hf = write_hf(DENSE, tmp_path / "hf")
     folder = write(DENSE, hf, tmp_path / "mistral")
     for name in ("config.json", "model.safetensors"):
@@ -127,7 +127,7 @@ def test_hfs_files_are_read_where_both_are_there(tmp_path, caplog):
     assert find_model(str(folder)).weights == (folder / FILE,)
 
 
-def test_the_files_are_those_of_the_index_and_lie_in_the_folder(tmp_path):
+def test_files_of_the_index_must_exist_inside_the_folder(tmp_path):
     folder = write(DENSE, write_hf(DENSE, tmp_path / "hf"), tmp_path / "mistral", 2)
     (folder / "consolidated-00002-of-00002.safetensors").unlink()
     with pytest.raises(UsageError, match=r"1 of the 2 files that .*index\.json names are missing"):
@@ -143,7 +143,7 @@ def args_of(tmp_path: Path, **own: Any) -> Any:
     return load_model_args(find_model(str(path)))
 
 
-def test_what_params_json_leaves_out_is_as_in_the_published_models(tmp_path):
+def test_params_json_defaults_are_those_of_the_published_models(tmp_path):
     open_values: dict[str, Any] = {"rope_theta": None, "max_seq_len": None, "head_dim": None}
     args = args_of(tmp_path, **open_values, n_heads=6)
     assert (args.rope_theta, args.max_seq_len, args.head_dim) == (1e6, 32768, 8)
@@ -170,12 +170,12 @@ def test_what_params_json_leaves_out_is_as_in_the_published_models(tmp_path):
         ({"yarn": {"factor": 4}}, "unknown key 'yarn'"),
     ],
 )
-def test_what_is_not_computed_is_refused(own, expected, tmp_path):
+def test_unsupported_or_invalid_params_json_is_refused(own, expected, tmp_path):
     with pytest.raises(UsageError, match=re.escape(expected)):
         args_of(tmp_path, **own)
 
 
-def test_tensors_that_do_not_fit_are_listed(tmp_path):
+def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path):
     folder = write(DENSE, write_hf(DENSE, tmp_path / "hf"), tmp_path / "mistral")
     weights = load_file(folder / FILE)
     weights["layers.0.attention.wk.weight"] = weights["layers.0.attention.wk.weight"][:-1].clone()

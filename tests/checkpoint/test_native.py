@@ -62,7 +62,7 @@ class PlainReads:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(shapes(), st.sampled_from([1, 3]), st.integers(1, 8))
-def test_every_share_is_the_slice_that_the_hf_folder_gives(args, n_parts, tp_size):
+def test_every_shard_equals_the_slice_read_from_the_hf_folder(args, n_parts, tp_size):
     with TemporaryDirectory() as folder:
         hf = write_model(Path(folder) / "hf", args)
         native = moved(hf, Path(folder) / "native", "native", n_parts)
@@ -80,8 +80,8 @@ def test_every_share_is_the_slice_that_the_hf_folder_gives(args, n_parts, tp_siz
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 5, 7, 9])
-def test_a_rank_reads_its_share_of_a_weight_at_once_and_no_byte_more(small, tp_size, monkeypatch):
-    """In an HF folder the columns of wo and w2 are one short read for every row."""
+def test_rank_reads_its_shard_of_a_weight_in_one_exact_read(small, tp_size, monkeypatch):
+    """In an HF folder, columns of wo and w2 need one short read per row."""
     checkpoint = open_checkpoint(find_model(str(small[1])), SMALL)
     reads = PlainReads(monkeypatch)
     for shard in make_plan(SMALL, tp_size).shards:
@@ -94,7 +94,7 @@ def test_a_rank_reads_its_share_of_a_weight_at_once_and_no_byte_more(small, tp_s
 
 @pytest.mark.parametrize("start", range(0, 301, 43))
 @pytest.mark.parametrize("length", [1, 7, 64, 301])
-def test_columns_that_do_not_begin_at_a_unit_can_be_read_too(small, start, length):
+def test_columns_that_start_inside_a_unit_can_be_read(small, start, length):
     one, other = (open_checkpoint(find_model(str(folder)), SMALL) for folder in small)
     param = next(p for p in parameters(SMALL) if p.name.endswith("w2.weight"))
     rows = range(start, min(start + length, 301))
@@ -104,13 +104,13 @@ def test_columns_that_do_not_begin_at_a_unit_can_be_read_too(small, start, lengt
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 16))
-def test_unit_major_order_is_undone(n_rows, n_columns, unit):
+def test_from_unit_major_inverts_unit_major_blocks(n_rows, n_columns, unit):
     value = torch.arange(n_rows * n_columns).view(n_rows, n_columns)
     blocks = list(unit_major_blocks(value, unit))
     assert from_unit_major(torch.cat(blocks), n_rows, unit).equal(value)
 
 
-def test_the_columns_of_a_unit_lie_behind_each_other():
+def test_unit_major_order_stores_the_columns_of_a_unit_together():
     value = torch.tensor([[1, 2, 3, 4, 9], [5, 6, 7, 8, 10]])
     flat = torch.cat(list(unit_major_blocks(value, 2)))
     assert flat.tolist() == [1, 2, 5, 6, 3, 4, 7, 8, 9, 10]
@@ -123,7 +123,7 @@ def test_the_folder_is_as_large_as_its_source(tmp_path):
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
 
 
-def test_the_bytes_of_units_add_up_to_every_weight():
+def test_unit_bytes_of_a_weight_add_up_to_its_size():
     layout = NativeLayout(SMALL, {p.name: torch.float32 for p in parameters(SMALL)}, 1)
     for param in parameters(SMALL):
         assert sum(layout.unit_bytes(param)[param.name]) == 4 * torch.Size(param.shape).numel()
@@ -139,13 +139,13 @@ def test_the_bytes_of_units_add_up_to_every_weight():
         RopeScaling("factors", factors=(1.0, 8.25)),
     ],
 )
-def test_native_json_says_all_that_the_arguments_do(scaling):
+def test_native_json_round_trips_all_model_args(scaling):
     args = ModelArgs(**{**vars(SMALL), "rope_scaling": scaling, "norm_eps": 1e-6})
     values = json.loads(json.dumps(native_config(args, {"heads": 4})))
     assert args_from_native(values) == args
 
 
-def test_the_arguments_come_back_from_the_folder(small):
+def test_native_folder_has_the_model_args_of_its_source(small):
     assert load_model_args(find_model(str(small[1]))) == load_model_args(find_model(str(small[0])))
 
 
@@ -159,12 +159,12 @@ def test_the_arguments_come_back_from_the_folder(small):
         ({"args": {**vars(SMALL), "rope_scaling": {"kind": "x"}}}, "Invalid enum value"),
     ],
 )
-def test_a_native_json_that_is_not_understood_is_refused(change, reason):
+def test_invalid_native_json_is_refused_with_the_reason(change, reason):
     with pytest.raises(UsageError, match=reason):
         args_from_native({**native_config(SMALL, {}), **change})
 
 
-def test_units_of_no_size_are_refused():
+def test_unit_size_of_zero_is_refused():
     with pytest.raises(UsageError, match="at least 1"):
         native_units({"units": {"heads": 0, "kv_heads": 4, "ffn": 1, "vocab": 1}}, ["heads"])
 
@@ -176,14 +176,14 @@ def test_a_missing_weight_file_is_named(small, tmp_path):
         find_model(str(folder))
 
 
-def test_files_of_two_counts_are_refused(small, tmp_path):
+def test_weight_files_of_two_different_sets_are_refused(small, tmp_path):
     folder = shutil.copytree(small[1], tmp_path / "native")
     (folder / "weights-00001-of-00001.safetensors").write_bytes(b"")
     with pytest.raises(UsageError, match="sets of 00001, 00002 files"):
         find_model(str(folder))
 
 
-def test_units_of_another_size_do_not_fit_the_stored_shapes(small, tmp_path):
+def test_unit_size_that_contradicts_stored_shapes_is_refused(small, tmp_path):
     folder = shutil.copytree(small[1], tmp_path / "native")
     config = json.loads((folder / "native.json").read_text())
     config["units"]["heads"] = 2

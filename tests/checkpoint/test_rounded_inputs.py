@@ -1,6 +1,6 @@
-"""HF folders that ask for quantised activations: inputs of matrices are rounded as they state.
+"""HF folders that ask for quantised activations: inputs of matrices are rounded as stated.
 
-The expected numbers follow the published formula, written out here in torch. They are those of
+The expected numbers follow the published formula, written out here in torch, and equal those of
 compressed-tensors 0.20 bit for bit.
 """
 
@@ -38,7 +38,7 @@ from parallel_llama.ops.inputs import round_inputs
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
-# Groups of 64 and 128 that heads of 24 and channels cut inside, and a short last group.
+# Heads of 24 and shards of channels end inside groups of 64 and 128; the last group is short.
 TINY = TinyModel(8, 2, 24, 160, ffn_dim=224, vocab_size=101)
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
 PROJECTIONS = [
@@ -52,8 +52,8 @@ PROJECTIONS = [
 WO = "layers.0.attention.wo.weight"
 E4M3, INT8 = {"num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "int"}
 
-# By kind: the stored matrices, what config.json states, and the format of inputs; "own" scales
-# differ between matrices, and "fused" scales between those that have other inputs.
+# By kind: the stored matrices, what config.json states, and the format of inputs. "own" scales
+# differ between all matrices, "fused" scales only between matrices with different inputs.
 ASKED: dict[str, tuple[str, dict[str, Any], InputFormat | str]] = {
     "fp8, blocks": ("fp8", {}, InputFormat("e4m3", 128)),
     "fp8, static": ("fp8", {"activation_scheme": "static"}, "fused"),
@@ -108,7 +108,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 def write_asking(source: Path, folder: Path, kind: str) -> Path:
-    """Writes a folder of one of ASKED, with the tensors of stored scales."""
+    """Writes the folder of one kind of ASKED, with the tensors of stored scales."""
     stored, stated, form = ASKED[kind]
     if stored not in ("fp8", "fbgemm_fp8"):
         (group,) = quantization_config(stored)["config_groups"].values()
@@ -203,7 +203,7 @@ def logits_of(comm: Solo, folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ASKED)
-def test_inputs_have_the_bits_of_the_published_formula(kind):
+def test_round_inputs_equals_the_published_formula_bit_for_bit(kind):
     x = torch.randn(20, 224, dtype=torch.float64) * torch.logspace(-3, 2, 20)[:, None]
     x[3].abs_()
     x[4].abs_().neg_()
@@ -213,7 +213,7 @@ def test_inputs_have_the_bits_of_the_published_formula(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ASKED)
-def test_logits_are_those_of_transformers_with_rounded_inputs_on_any_number_of_ranks(kind, made):
+def test_logits_match_transformers_with_rounded_inputs_at_every_tp_size(kind, made):
     expected = expected_logits(made[kind], formats_of(kind))
     plain = reference_logits(meant_by(made[kind]), TOKENS)
     assert (expected - plain).norm() > 1e-3 * plain.norm()
@@ -228,8 +228,8 @@ def test_logits_are_those_of_transformers_with_rounded_inputs_on_any_number_of_r
 
 
 @pytest.mark.parametrize("kind", ["e4m3 by batch", "int8 by group", "int8, static zeros"])
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_pieces(kind, made):
-    """Also where config.json asks for one scale for all tokens of a batch."""
+def test_logits_are_bitwise_equal_alone_batched_and_in_chunks(kind, made):
+    """Includes a config.json that asks for one scale for all tokens of a batch."""
     runner = runner_of(Solo(), made[kind], "float32")
     alone = runner.logits(runner.forward([chunk(runner, TOKENS, 0, range(4))]))
     others = chunk(runner, [97, 11, 60], 0, range(4, 8))
@@ -241,7 +241,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_pieces(kind, made):
 
 
 @pytest.mark.slow
-def test_ranks_that_check_their_products_give_the_scores_of_one_rank(made):
+def test_scores_with_rounded_inputs_are_equal_on_one_and_two_ranks(made):
     scores = []
     for tp_size in (1, 2):
         with LLM(str(made["fp8, blocks"]), tp_size=tp_size, dtype="float32") as llm:
@@ -250,7 +250,7 @@ def test_ranks_that_check_their_products_give_the_scores_of_one_rank(made):
     assert scores[0] == scores[1]
 
 
-def test_without_exact_sums_only_stored_scales_are_applied_and_a_line_says_so(made, caplog):
+def test_dynamic_input_scales_without_exact_sums_are_skipped_and_logged(made, caplog):
     for kind, is_applied in (("e4m3 by token", False), ("fp8, static", True)):
         caplog.clear()
         setup = ModelSetup(LLMConfig(str(made[kind]), tp_size=2, exact=False))
@@ -262,14 +262,14 @@ def test_without_exact_sums_only_stored_scales_are_applied_and_a_line_says_so(ma
         assert setup.precision.inputs and "not rounded" not in caplog.text
 
 
-def test_a_line_says_that_different_scales_of_fused_matrices_slow_decoding(made, caplog):
+def test_different_scales_of_fused_matrices_log_slower_decoding(made, caplog):
     ModelSetup(LLMConfig(str(made["fp8, static"]), tp_size=1))
     assert "operator by operator" not in caplog.text
     ModelSetup(LLMConfig(str(made["fp8, other scales"]), tp_size=1))
     assert "operator by operator: matrices that share an input" in caplog.text
 
 
-def test_integers_that_run_as_stored_keep_their_own_rounding(tmp_path, caplog):
+def test_input_formats_apply_to_decoded_but_not_to_stored_integers(tmp_path, caplog):
     home = write_hf(TinyModel(4, 2, 32, 128, ffn_dim=160, vocab_size=101), tmp_path / "hf")
     (group,) = quantization_config("int channel")["config_groups"].values()
     stated = {**group, "input_activations": {**INT8, "strategy": "token", "dynamic": True}}
@@ -289,7 +289,7 @@ def test_integers_that_run_as_stored_keep_their_own_rounding(tmp_path, caplog):
         {**E4M3, "dynamic": True, "strategy": "token", "scale_dtype": "torch.uint8"},
     ],
 )
-def test_what_is_not_supported_is_not_applied_and_a_line_says_so(stated, made, tmp_path):
+def test_unsupported_input_format_is_ignored_and_reported(stated, made, tmp_path):
     folder = shutil.copytree(made["e4m3 by token"], tmp_path / "model")
     changed(folder, input_activations=stated)
     files = find_model(str(folder))
@@ -318,7 +318,7 @@ def changed(folder: Path, **own: Any) -> None:
         (torch.tensor([0.5], dtype=torch.float16), None, ""),
     ],
 )
-def test_a_stored_scale_that_cannot_be_used_is_refused(tensor, error, expected, made, tmp_path):
+def test_stored_input_scale_is_read_or_refused_if_unusable(tensor, error, expected, made, tmp_path):
     folder = shutil.copytree(made["fp8, static"], tmp_path / "model")
     rewritten(folder, {f"{PROJECTIONS[3]}.activation_scale": tensor})
     files = find_model(str(folder))
@@ -332,8 +332,8 @@ def test_a_stored_scale_that_cannot_be_used_is_refused(tensor, error, expected, 
     assert form == InputFormat("e4m3", scale=stored.item())
 
 
-def test_a_matrix_with_one_scale_has_one_scale_for_the_inputs_of_a_token(made, tmp_path):
-    """As AutoFP8 writes; the other matrices of the folder have blocks."""
+def test_per_tensor_weight_scale_implies_per_token_input_scale(made, tmp_path):
+    """AutoFP8 writes such matrices; the other matrices of this folder have block scales."""
     folder = shutil.copytree(made["fp8, blocks"], tmp_path / "model")
     name = f"{PROJECTIONS[3]}.weight_scale"
     rewritten(folder, {f"{name}_inv": None, name: torch.tensor(1.0)})
@@ -344,7 +344,7 @@ def test_a_matrix_with_one_scale_has_one_scale_for_the_inputs_of_a_token(made, t
 
 
 @pytest.mark.parametrize("zero", [128.0, torch.nan])
-def test_a_stored_zero_point_that_is_not_a_byte_is_refused(zero, made, tmp_path):
+def test_stored_zero_point_that_does_not_fit_int8_is_refused(zero, made, tmp_path):
     folder = shutil.copytree(made["int8, static zeros"], tmp_path / "model")
     rewritten(folder, {f"{PROJECTIONS[3]}.input_zero_point": torch.tensor([zero])})
     files = find_model(str(folder))
@@ -375,14 +375,14 @@ def test_native_folders_keep_the_formats_of_inputs(kind, made, tmp_path):
         ([], "Expected `object`"),
     ],
 )
-def test_a_format_of_inputs_that_is_not_understood_is_refused(stated, expected):
+def test_invalid_input_format_in_native_json_is_refused(stated, expected):
     with pytest.raises(UsageError, match=expected):
         native_inputs({"inputs": {WO: stated}}, [WO])
     with pytest.raises(UsageError, match="not a matrix of the model"):
         native_inputs({"inputs": {"norm.weight": {"numbers": "int8"}}}, [WO])
 
 
-def test_a_bound_of_scales_must_be_positive(made, tmp_path):
+def test_activation_scale_ub_must_be_positive(made, tmp_path):
     folder = shutil.copytree(made["fbgemm"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["activation_scale_ub"] = -1.0

@@ -43,7 +43,7 @@ from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan
 
-# Blocks of 128 and groups of 32 that heads of 24 and channels cut inside; odd numbers of words.
+# Heads of 24 and shards of channels end inside blocks of 128 and groups of 32; odd word counts.
 TINY = TinyModel(8, 2, 24, 160, ffn_dim=224, vocab_size=101)
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
 TP_SIZES = (1, 2, 3, 5, 7)
@@ -73,14 +73,14 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each kind of STORED. Heads of 32 fit the groups; smaller heads are decoded."""
+    """A folder of each kind of STORED. Heads of 32 fit the groups; smaller heads cause decoding."""
     home = tmp_path_factory.mktemp("grouped")
     source = write_hf(WITH_HEADS_OF_32, home / "hf")
     return {kind: write_scaled(source, home / kind, kind) for kind in STORED}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, made):
+def test_every_rank_loads_its_slice_of_decoded_matrices_bit_for_bit(kind, made):
     args = load_model_args(find_model(str(made[kind])))
     (wholes,) = loaded(meant_by(made[kind]), 1)
     for tp_size in TP_SIZES:
@@ -92,7 +92,7 @@ def test_every_rank_has_its_part_of_the_decoded_matrices_to_the_last_bit(kind, m
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_every_rank_has_its_part_of_matrices_that_stay_as_stored(kind, grouped):
+def test_every_rank_loads_its_slice_of_matrices_kept_as_stored(kind, grouped):
     args = load_model_args(find_model(str(grouped[kind])))
     precision = precision_of(grouped[kind])
     assert {*precision.stored.values()} == {STORED[kind]}
@@ -107,7 +107,7 @@ def test_every_rank_has_its_part_of_matrices_that_stay_as_stored(kind, grouped):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed 4, group of 64, zeros", "int channel"])
-def test_logits_as_stored_are_those_of_transformers_except_for_rounded_inputs(kind, grouped):
+def test_logits_as_stored_match_transformers_up_to_rounded_inputs(kind, grouped):
     folder = grouped[kind]
     expected = reference_logits(meant_by(folder), TOKENS)
     for tp_size in (1, 3):
@@ -116,7 +116,7 @@ def test_logits_as_stored_are_those_of_transformers_except_for_rounded_inputs(ki
         assert 1e-4 < error < 0.02  # decoded weights would have 1e-6
 
 
-def test_a_scale_that_float16_cannot_hold_is_refused_unless_weights_are_decoded(grouped, tmp_path):
+def test_scale_that_float16_cannot_hold_is_refused_unless_decoded(grouped, tmp_path):
     folder = shutil.copytree(grouped["packed 4, group"], tmp_path / "model")
     scales = load_file(folder / "model.safetensors")[f"{Q_PROJ}.weight_scale"]
     scales[3, 1] = 1e-9
@@ -142,15 +142,15 @@ def test_a_scale_that_float16_cannot_hold_is_refused_unless_weights_are_decoded(
         ("packed 4, actorder", 7),
     ],
 )
-def test_logits_are_those_of_transformers_with_the_dequantised_values(kind, tp_size, made):
-    """One number of ranks for each; the test above compares the matrices on all."""
+def test_logits_match_transformers_with_dequantised_weights(kind, tp_size, made):
+    """Few tp_sizes per kind, because the matrices themselves are compared at every tp_size."""
     expected = reference_logits(meant_by(made[kind]), TOKENS)
     ours = torch.cat(run_on_threads(tp_size, logits_of, made[kind], "none", "float64"), 1)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["packed 4, group, float32", "int channel, float32"])
-def test_integers_with_float32_scales_are_decoded_and_a_line_says_so(kind, made):
+def test_integers_with_float32_scales_are_decoded_and_reported(kind, made):
     """The formats that stay as stored have float16 scales, which do not hold a float32."""
     files = find_model(str(made[kind]))
     args = load_model_args(files)
@@ -159,8 +159,8 @@ def test_integers_with_float32_scales_are_decoded_and_a_line_says_so(kind, made)
     assert re.search("in int[48] are decoded to bfloat16; only .* integers with 16-bit sc", line)
 
 
-def test_quant_int8_quantises_the_decoded_values_of_integers_with_float32_scales(made):
-    """Regression: stored integers were taken, and their scales rejected."""
+def test_stored_integers_with_float32_scales_are_not_used_for_quant_int8(made):
+    """Regression: --quant int8 took the stored integers, and then refused their scales."""
     files = find_model(str(made["int channel, float32"]))
     args = load_model_args(files)
     param = next(each for each in parameters(args) if each.name == "layers.0.attention.wo.weight")
@@ -178,7 +178,7 @@ def test_matrices_without_g_idx_stay_as_stored_whatever_actorder_is(order, group
     assert {*precision_of(folder).stored.values()} == {HF_QUANTS[32]}
 
 
-def test_groups_in_any_order_are_decoded_and_a_line_says_so(made):
+def test_matrices_with_actorder_are_reported_as_decoded(made):
     files = find_model(str(made["packed 4, actorder"]))
     line = why_decoded(files, load_model_args(files), "bfloat16") or ""
     assert "matrices in int4 with actorder are decoded to bfloat16" in line
@@ -186,7 +186,7 @@ def test_groups_in_any_order_are_decoded_and_a_line_says_so(made):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
-def test_logits_of_fp4_are_those_of_transformers_with_the_dequantised_values(kind, made):
+def test_fp4_logits_match_transformers_with_dequantised_weights(kind, made):
     expected = reference_logits(meant_by(made[kind]), TOKENS)
     for tp_size in (1, 2, 3, 5):
         ours = torch.cat(run_on_threads(tp_size, logits_of, made[kind], "none", "float64"), 1)
@@ -206,7 +206,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_a_matrix_has_the_values_that_compressed_tensors_dequantises(kind):
+def test_matrix_slices_equal_values_dequantised_by_compressed_tensors(kind):
     tensors = sample(kind)
     meant = tensors.pop("values")
     n_rows, n_columns = meant.shape
@@ -230,10 +230,10 @@ def test_a_matrix_has_the_values_that_compressed_tensors_dequantises(kind):
 
 
 @pytest.mark.parametrize("kind", ["packed 4, group", "int channel"])
-def test_scores_and_files_with_negative_scales_are_right(kind, grouped, tmp_path):
-    """The format allows them, and compressed-tensors dequantises them as all others.
+def test_negative_scales_are_loaded_scored_and_resharded_correctly(kind, grouped, tmp_path):
+    """The format allows negative scales, and compressed-tensors applies them like all others.
 
-    `verify` took zeros for other values, because only one of two folders had a sign on them.
+    Regression: `verify` reported zeros as different, because one folder stored negative zeros.
     """
     folder = shutil.copytree(grouped[kind], tmp_path / "model")
     shutil.copytree(meant_by(grouped[kind]), meant_by(folder))
@@ -261,8 +261,8 @@ def test_scores_and_files_with_negative_scales_are_right(kind, grouped, tmp_path
     assert verify(str(native), str(folder)).ok
 
 
-def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path):
-    """Several config_groups, by name, by pattern and by class."""
+def test_config_groups_select_matrices_and_ignored_ones_stay_plain(source, tmp_path):
+    """Several config_groups select matrices by name, by pattern and by class."""
     stated = quantization_config("float channel")
     (group,) = stated["config_groups"].values()
     other = {**group, "targets": ["re:.*mlp.*down_proj$"], "weights": {"num_bits": 8}}
@@ -293,7 +293,7 @@ def test_groups_name_their_matrices_and_ignored_ones_stay_plain(source, tmp_path
         loaded(folder, 1, "none")
 
 
-def test_scales_of_outputs_and_of_the_cache_are_passed_over_with_a_line(made, tmp_path):
+def test_output_and_kv_cache_scales_are_ignored_and_reported(made, tmp_path):
     folder = shutil.copytree(made["float tensor"], tmp_path / "model")
     one = torch.ones(1)
     rewritten(
@@ -319,10 +319,8 @@ def test_scales_of_outputs_and_of_the_cache_are_passed_over_with_a_line(made, tm
     assert why_own_kv_scales(find_model(str(made["float tensor"]))) is None
 
 
-def test_a_line_says_that_scales_of_the_cache_are_not_applied_to_stored_integers(
-    grouped, tmp_path, caplog
-):
-    """Without decoded matrices, kv_cache_scheme was passed over in silence."""
+def test_ignored_kv_cache_scheme_of_stored_integers_is_logged(grouped, tmp_path, caplog):
+    """Regression: without decoded matrices, kv_cache_scheme was ignored without a log line."""
     folder = shutil.copytree(grouped["int channel"], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
@@ -332,7 +330,7 @@ def test_a_line_says_that_scales_of_the_cache_are_not_applied_to_stored_integers
     assert "kv_cache_scheme and its scales are not applied" in caplog.text
 
 
-def test_plan_counts_the_decoded_bytes_and_reshard_writes_them(made, tmp_path, capsys):
+def test_plan_counts_decoded_bytes_and_reshard_writes_decoded_values(made, tmp_path, capsys):
     folder = made["fp8"]
     argv = ["plan", "--model", str(folder), "--nproc", "1", "--device", "cpu", "--json"]
     assert main(argv) == 0
@@ -458,7 +456,9 @@ def test_a_scale_that_is_not_finite_is_refused(kind, made, tmp_path):
         ("nvfp4", "weight_global_scale", torch.nan, "is nan, which cannot divide scales"),
     ],
 )
-def test_a_scale_of_fp4_that_is_not_finite_is_refused(kind, end, value, expected, made, tmp_path):
+def test_non_finite_fp4_scale_or_zero_global_scale_is_refused(
+    kind, end, value, expected, made, tmp_path
+):
     folder = shutil.copytree(made[kind], tmp_path / "model")
     name = f"{Q_PROJ}.{end}"
     scales = load_file(folder / "model.safetensors")[name]
@@ -503,7 +503,7 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
     ],
 )
-def test_what_is_not_supported_is_refused_with_the_value_and_a_remedy(stated, expected):
+def test_unsupported_config_is_refused_with_value_and_remedy(stated, expected):
     group = {"targets": ["Linear"], "weights": {**WEIGHTS, **stated.get("weights", {})}}
     config = {**COMPRESSED, "config_groups": {"group_0": group}, **stated}
     with pytest.raises(UsageError, match=f"{expected}.*; use the unquantised model"):

@@ -71,7 +71,7 @@ def args_of(family: str, n_heads: int = 9, n_kv_heads: int = 3) -> ModelArgs:
 
 
 def fused(args: ModelArgs, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the HF folder, put together with torch alone."""
+    """The tensors of the HF folder, fused with torch alone."""
     tensors = {}
     for name, weight in weights.items():
         if ".wk." in name or ".wv." in name or ".w3." in name:
@@ -133,7 +133,7 @@ def test_every_rank_gets_its_rows_of_every_weight(family, heads, tmp_path):
 
 @pytest.mark.parametrize("family", ["in_a_row", "grouped"])
 @pytest.mark.parametrize("heads", [(9, 3), (7, 1), (6, 6)])
-def test_every_layout_and_back_is_the_same_byte_for_byte(family, heads, tmp_path):
+def test_reshard_through_every_layout_and_back_is_byte_identical(family, heads, tmp_path):
     args = args_of(family, *heads)
     hf = write(tmp_path / "hf", args, fused(args, weights_of(args)), 2)
     native = moved(hf, tmp_path / "native", "native", 3)
@@ -145,7 +145,7 @@ def test_every_layout_and_back_is_the_same_byte_for_byte(family, heads, tmp_path
     assert verify(str(back), against=str(hf)).ok
 
 
-def test_as_many_files_as_stored_tensors_are_written(tmp_path):
+def test_reshard_writes_at_most_one_file_per_stored_tensor(tmp_path):
     args = args_of("grouped")
     hf = write(tmp_path / "hf", args, fused(args, weights_of(args)))
     n_tensors = len(tensors_of(hf))
@@ -189,7 +189,7 @@ def refused(folder: Path) -> str:
         (lambda _: None, r"missing: model\.layers\.0\.self_attn\.query_key_value\.weight;"),
     ],
 )
-def test_a_shared_tensor_of_another_shape_is_refused(damage, expected, tmp_path):
+def test_misshapen_or_missing_shared_tensor_is_refused(damage, expected, tmp_path):
     args = args_of("grouped")
     tensors = fused(args, weights_of(args))
     name = "model.layers.0.self_attn.query_key_value.weight"
@@ -199,14 +199,14 @@ def test_a_shared_tensor_of_another_shape_is_refused(damage, expected, tmp_path)
     assert_matches(expected, refused(write(tmp_path / "hf", args, tensors)))
 
 
-def test_parts_that_should_be_one_tensor_are_missing_and_extra(tmp_path):
+def test_unfused_tensors_are_reported_as_missing_and_extra(tmp_path):
     args = args_of("grouped")
     weights = {hf_name(name): weight for name, weight in weights_of(args).items()}
     text = refused(write(tmp_path / "hf", args, weights))
     assert_matches(r"missing: .*query_key_value.*extra: .*q_proj", text)
 
 
-def test_groups_that_do_not_divide_are_refused(tmp_path):
+def test_n_kv_heads_that_does_not_divide_n_heads_is_refused(tmp_path):
     folder = write(tmp_path / "hf", args_of("grouped"), {"a": torch.zeros(1)})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
@@ -215,7 +215,7 @@ def test_groups_that_do_not_divide_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["in_a_row", "grouped"])
-def test_damage_is_named_with_the_weight_that_has_it(family, tmp_path):
+def test_damage_in_a_shared_tensor_names_the_damaged_weight(family, tmp_path):
     args = args_of(family)
     hf = write(tmp_path / "hf", args, fused(args, weights_of(args)))
     add_manifest(hf)
@@ -223,7 +223,7 @@ def test_damage_is_named_with_the_weight_that_has_it(family, tmp_path):
     path = hf / "model.safetensors"
     data = bytearray(path.read_bytes())
     key = tensors_of(hf)["model.layers.1.self_attn.query_key_value.weight"]
-    row = 14 if family == "grouped" else 38  # the third of the first key, behind 3 or 9 queries
+    row = 14 if family == "grouped" else 38  # third row of key head 0, after 3 or 9 query heads
     at = data.index(key[row].numpy().tobytes())
     data[at] ^= 1
     path.write_bytes(data)

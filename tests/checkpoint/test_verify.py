@@ -70,7 +70,7 @@ def problems_of(folder: Path, against: Path | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_folder_is_found_whole(folders, check, name):
+def test_undamaged_folder_passes_and_everything_is_hashed(folders, check, name):
     code, report = check(folders[name])
     n_tensors = 21
     n_files = len(list(folders[name].iterdir())) - 1
@@ -100,7 +100,7 @@ def test_a_folder_without_a_manifest_is_checked_for_structure(copy, check, name)
 
 
 def tensor_locations(path: Path) -> dict[str, range]:
-    """The offsets of tensors in a file of Meta's, found without the package."""
+    """The byte range of each tensor in a weight file, by Meta's name, found without the package."""
     if path.suffix == ".pth":
         return _torch_locations(path)
     data = path.read_bytes()
@@ -158,7 +158,7 @@ def assert_named(found: list[str], path: Path, at: int, locations: dict[str, ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(copy, check, name):
+def test_flipped_bit_in_a_weight_file_is_reported_with_tensor_and_bytes(copy, check, name):
     folder, random_source = copy(name), random.Random(name)
     paths = sorted(p for p in folder.iterdir() if p.suffix in (".pth", ".safetensors"))
     locations = {path: tensor_locations(path) for path in paths}
@@ -175,7 +175,7 @@ def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(copy, che
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_of_anything_else_is_found_in_its_file(copy, check, name):
+def test_flipped_bit_outside_tensors_is_reported_with_its_file(copy, check, name):
     """Headers, the zip's own records, JSON files, the index, the manifest."""
     folder, random_source = copy(name), random.Random(name)
     spots = [spot for path in sorted(folder.iterdir()) for spot in outside_tensors(path)]
@@ -202,19 +202,19 @@ def outside_tensors(path: Path) -> Iterator[tuple[Path, range]]:
         yield path, range(at, path.stat().st_size)
 
 
-def test_a_zip_directory_that_contradicts_itself_is_damage(copy):
-    """zipfile raises for it even when it is only asked whether this is a zip file."""
+def test_contradictory_zip_directory_is_reported_as_damage(copy):
+    """zipfile.is_zipfile raises for such a file."""
     folder = copy("meta of 2")
     path = folder / "consolidated.01.pth"
     locator = path.read_bytes().rindex(b"PK\x06\x07")
-    flipped(path, 8 * (locator + 16) + 1)  # of one disk, three are made
+    flipped(path, 8 * (locator + 16) + 1)  # 3 disks instead of 1
     (line,) = problems_of(folder)
     assert line.startswith("consolidated.01.pth: damaged in its header")
     (folder / "manifest.json").unlink()
     assert "consolidated.01.pth: damaged zip archive" in problems_of(folder)[0]
 
 
-def test_damage_in_two_places_is_named_twice(copy):
+def test_every_damaged_file_is_reported(copy):
     folder = copy("meta of 2")
     for path in (folder / "consolidated.00.pth", folder / "consolidated.01.pth"):
         location = tensor_locations(path)["layers.1.feed_forward.w2.weight"]
@@ -230,7 +230,7 @@ def test_damage_in_two_places_is_named_twice(copy):
 # Files.
 
 
-def test_missing_cut_and_grown_files_are_named(copy):
+def test_missing_truncated_and_grown_files_are_named(copy):
     folder = copy("hf of 2 files")
     first, second = sorted(folder.glob("*.safetensors"))
     first.unlink()
@@ -243,7 +243,7 @@ def test_missing_cut_and_grown_files_are_named(copy):
     assert "config.json: too long" in found
 
 
-def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy, check):
+def test_unlisted_file_is_a_problem_only_if_a_model_would_read_it(copy, check):
     folder = copy("hf")
     (folder / "LICENSE").write_text("yes")
     code, report = check(folder)
@@ -256,7 +256,7 @@ def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy, check):
         (folder / name).unlink()
 
 
-def test_a_stranger_in_a_subfolder_is_seen_too(copy, check):
+def test_unlisted_template_in_a_subfolder_is_a_problem(copy, check):
     folder = copy("hf")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
@@ -289,8 +289,8 @@ def test_an_index_that_leads_out_of_the_folder_is_a_problem(copy, name):
     assert "is outside the folder" in problems_of(folder)[0]
 
 
-def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy):
-    """All files are as listed, so only reading the tensors can tell."""
+def test_wrong_tensor_hash_in_the_manifest_is_a_problem(copy):
+    """All files match the manifest, so only reading the tensors can find the fault."""
     folder = copy("meta of 2")
     manifest = read_manifest(folder)
     wrong = replace(manifest.tensors["norm.weight"], blake3="0" * 64)
@@ -328,7 +328,7 @@ def test_a_broken_checklist_is_a_problem(copy, line):
     assert len(problems_of(folder)) == 1
 
 
-# Broken classes: each is a problem, soon, and in little memory.
+# Broken files: each is a problem, within bounds of CPU time and memory.
 
 
 def assert_bounded(folder: Path, expected: str = "") -> None:
@@ -364,7 +364,7 @@ def test_a_forged_safetensors_header_is_a_problem(copy, name, has_manifest):
 
 
 @pytest.mark.parametrize("raw", [b"", b"1234567", struct.pack("<Q", 2**64 - 1), b"\0" * 8])
-def test_a_safetensors_file_that_is_none_is_a_problem(copy, raw):
+def test_invalid_safetensors_file_is_a_problem(copy, raw):
     folder = copy("hf")
     (folder / "manifest.json").unlink()
     (folder / "model.safetensors").write_bytes(raw)
@@ -448,7 +448,7 @@ def test_a_broken_gguf_file_is_a_problem(tmp_path, name):
 
 
 @pytest.mark.parametrize("error", [RecursionError, MemoryError, KeyError, struct.error])
-def test_what_no_reader_foresaw_is_a_problem_too(folders, monkeypatch, error):
+def test_unexpected_exception_is_reported_as_a_problem(folders, monkeypatch, error):
     def fails(*_: object) -> None:
         raise error("unforeseen")
 
@@ -463,7 +463,7 @@ def test_what_no_reader_foresaw_is_a_problem_too(folders, monkeypatch, error):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("has_manifests", [True, False])
-def test_layouts_of_one_model_are_the_same(folders, copy, check, name, has_manifests):
+def test_layouts_of_one_model_compare_as_equal(folders, copy, check, name, has_manifests):
     other = NAMES[NAMES.index(name) - 1]
     one, two = (folders[n] if has_manifests else copy(n) for n in (name, other))
     if not has_manifests:
@@ -531,8 +531,8 @@ def test_layers_that_one_model_lacks_are_named(copy, folders):
     assert len(found) == 1 + 9
 
 
-def test_a_tied_head_is_the_embeddings(copy):
-    """Meta's files have both, also where an HF folder has one for the two."""
+def test_stored_and_omitted_tied_heads_compare_as_equal(copy):
+    """Meta's files store head and embeddings; an HF folder may store only the embeddings."""
 
     def tie(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -551,7 +551,7 @@ def test_a_tied_head_is_the_embeddings(copy):
     assert problems_of(both, one) == []
 
 
-def test_damage_of_the_other_model_is_said_to_be_there(copy, folders):
+def test_damage_in_the_other_model_is_reported_with_its_folder(copy, folders):
     folder = copy("meta of 2")
     flipped(folder / "consolidated.00.pth", 8 * 100_000)
     found = problems_of(folders["hf"], folder)
@@ -562,7 +562,7 @@ def test_damage_of_the_other_model_is_said_to_be_there(copy, folders):
     assert str(folder) in problems_of(folders["hf"], folder)[0]
 
 
-def test_a_gguf_file_is_compared_too(folders, tmp_path):
+def test_gguf_file_can_be_compared_with_an_hf_folder(folders, tmp_path):
     def narrow(tensors: dict[str, torch.Tensor]) -> None:
         tensors.update({name: tensor.float() for name, tensor in tensors.items()})
 
@@ -591,13 +591,13 @@ def test_a_gguf_file_is_compared_too(folders, tmp_path):
         ([".", "--agains", "x"], "did you mean"),
     ],
 )
-def test_wrong_use_ends_with_2_and_damage_with_1(tmp_path, monkeypatch, capsys, argv, reason):
+def test_usage_errors_exit_with_2_and_problems_with_1(tmp_path, monkeypatch, capsys, argv, reason):
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *argv]) == (1 if reason is None else 2)
     assert (reason or "") in capsys.readouterr().err
 
 
-def test_people_get_a_line_for_each_problem_and_one_at_the_end(copy, capsys):
+def test_text_output_has_a_line_per_problem_and_a_summary(copy, capsys):
     folder = copy("hf")
     assert main(["verify", str(folder)]) == 0
     assert "whole (3 files, 21 tensors, " in capsys.readouterr().out
@@ -623,7 +623,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ANSWER = ["--prompt", "x", "--max-tokens", "1", "--verify"]
 
 
-def test_a_whole_model_answers_after_verification(chat_folder, capfd):
+def test_undamaged_model_generates_after_verify(chat_folder, capfd):
     assert main(["generate", "--model", str(chat_folder), *ANSWER, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["tokens"]
 
@@ -634,7 +634,7 @@ def test_a_whole_model_answers_after_verification(chat_folder, capfd):
     ["model.safetensors", "config.json", "tokenizer.json", "manifest.json", "header", "missing"],
 )
 @pytest.mark.parametrize("nproc", ["1", "2"])
-def test_a_damaged_model_does_not_answer(chat_folder, tmp_path, capfd, file, nproc):
+def test_damaged_model_does_not_generate(chat_folder, tmp_path, capfd, file, nproc):
     """Two ranks check different files, so damage that only one rank finds must end both."""
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     path = folder / ("model.safetensors" if file in ("header", "missing") else file)

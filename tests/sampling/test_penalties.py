@@ -1,7 +1,7 @@
 """Changes of the logits before sampling: biases, bans, masks and penalties.
 
-The oracle is transformers' own processors and warpers. It has no presence and frequency penalties,
-which are compared with their formula in plain Python.
+The oracle is transformers' own processors and warpers. transformers has no presence and frequency
+penalties, which are compared with their formula in plain Python.
 """
 
 import dataclasses
@@ -128,11 +128,11 @@ class Case:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("favoured")
-def test_kept_sets_and_distributions_are_those_of_transformers_for_150_combinations(monkeypatch):
-    """In its own order of processors and warpers; few candidates, so that all ways are taken.
+def test_kept_tokens_and_distributions_match_transformers_in_150_cases(monkeypatch):
+    """In transformers' order of processors and warpers; few candidates, to reach every path.
 
-    The noise makes the token whose id is the position win if it is kept, so VOCAB draws
-    show the kept set through the very path that real draws take, of 1 to 7 ranks in turn.
+    The noise makes the token with the id `position` win if the filters keep it, so VOCAB draws
+    reveal the kept tokens through the code of real draws, on 1 to 7 ranks in turn.
     """
     monkeypatch.setattr("parallel_llama.sampling.sampler.N_CANDIDATES", 12)
     monkeypatch.setattr("parallel_llama.sampling.sampler.MAX_CANDIDATES", 20)
@@ -154,7 +154,7 @@ def test_kept_sets_and_distributions_are_those_of_transformers_for_150_combinati
         has_mass = case.params.top_p < 1 and not 0 < case.params.top_k < VOCAB
         n_second += n_collectives > 1 + has_mass
     assert 75 < n_adjusted < 150
-    assert 25 < n_second < 125  # both ways were taken
+    assert 25 < n_second < 125  # with and without an extra collective
 
 
 def formula(logits: list[float], case: Case, drawn: Sequence[int]) -> list[float]:
@@ -192,7 +192,7 @@ def penalized_case(rng: random.Random, seed: int) -> Case:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 7])
-def test_presence_and_frequency_follow_their_formula_after_all_else(tp_size):
+def test_penalties_biases_and_bans_match_the_documented_formula(tp_size):
     rng = random.Random(tp_size)
     for number in range(200):
         case = penalized_case(rng, number)
@@ -202,15 +202,15 @@ def test_presence_and_frequency_follow_their_formula_after_all_else(tp_size):
         torch.testing.assert_close(adjusted, expected_row, rtol=0, atol=1e-12)
 
 
-def test_presence_and_frequency_leave_the_tokens_of_the_prompt_alone():
+def test_presence_and_frequency_penalties_ignore_prompt_tokens():
     params = SamplingParams(presence_penalty=1.5, frequency_penalty=0.5)
     draw = SamplingRow(params, 0, 0, 9, history=history_of([1, 1, 2], [2, 2, 3]))
     change = adjust(torch.zeros(1, 5), range(5), [draw])[0]
     assert change.tolist() == [0, 0, -2.5, -2, 0]
 
 
-def test_a_draft_counts_as_drawn_for_the_rows_after_it_and_for_no_other_step():
-    """Row j of a sequence under speculation sees the drafts before it, accepted or not."""
+def test_penalties_count_draft_tokens_only_in_later_rows_of_the_step():
+    """Row j of a speculative step counts the j drafts before row j, accepted or not."""
     rng = random.Random(5)
     for number in range(100):
         case = penalized_case(rng, number)
@@ -227,12 +227,12 @@ def test_a_draft_counts_as_drawn_for_the_rows_after_it_and_for_no_other_step():
             for j in range(len(drafts) + 1)
         ]
         logits = case.logits.expand(len(rows), -1)
-        for _ in range(2):  # looking ahead twice leaves the history as it was
+        for _ in range(2):  # counting drafts twice does not change the history
             assert torch.equal(adjust_cut(logits, rows, 2), adjust_cut(logits, alone, 2))
 
 
-def test_a_history_that_grows_counts_what_a_new_one_counts():
-    """Across many enlargements, and for ids that were in the prompt."""
+def test_growing_history_counts_every_drawn_token():
+    """Covers many enlargements of the arrays, and ids that are in the prompt."""
     rng = random.Random(1)
     prompt = [rng.randrange(500) for _ in range(40)]
     history, drawn = History(prompt), list[int]()
@@ -246,7 +246,7 @@ def test_a_history_that_grows_counts_what_a_new_one_counts():
             assert counted == {token: drawn.count(token) for token in {*prompt, *drawn}}
 
 
-def test_rows_that_change_nothing_are_the_models_own_and_cost_no_copy():
+def test_unadjusted_rows_keep_their_logits_and_need_no_copy():
     logits = random_logits(3, VOCAB)
     before = logits.clone()
     plain, biased = SamplingParams(), SamplingParams(logit_bias=((7, -3.0),))
@@ -258,7 +258,7 @@ def test_rows_that_change_nothing_are_the_models_own_and_cost_no_copy():
     assert torch.equal(logits, before)
 
 
-def test_a_small_bias_counts_on_half_precision_logits_too():
+def test_small_bias_is_not_lost_on_bfloat16_logits():
     """bfloat16 has steps of 0.5 at 100: a bias of 0.1 would vanish."""
     logits = torch.full((1, 9), 100.0, dtype=torch.bfloat16)
     draw = SamplingRow(SamplingParams(logit_bias=((4, 0.1),)), 0, 0, 0)
@@ -266,8 +266,8 @@ def test_a_small_bias_counts_on_half_precision_logits_too():
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_a_mask_has_token_t_in_bit_t_mod_8_and_allows_nothing_beyond_its_end(tp_size):
-    """Ranks begin and end within bytes; and 19 bytes say nothing about tokens from 152 on."""
+def test_mask_has_token_t_in_bit_t_mod_8_and_bans_tokens_beyond_its_end(tp_size):
+    """Shards begin and end inside bytes; 19 bytes do not cover tokens from 152 on."""
     logits = torch.zeros(1, 211)
     mask = bytes([0b00000010, 0b10000001, *bytes(16), 0b01000000])
     draw = SamplingRow(SamplingParams(), 0, 0, 0, mask=mask)
@@ -324,7 +324,7 @@ def test_an_adjusted_draw_depends_on_no_other_row():
         assert tokens_of(logits[row : row + 1], [draws[row]], 3) == [together[row]]
 
 
-def test_logprobs_are_of_the_model_whatever_was_changed_before_the_draw():
+def test_logprobs_are_computed_from_unadjusted_logits():
     logits, draws = mixed_case_draws()
     expected = logits.double().log_softmax(-1)
     scored = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
@@ -359,7 +359,7 @@ def test_four_thousand_penalized_draws_fit_their_distribution(filters):
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_draws_without_any_token_left_are_named_and_the_others_can_go_on(params, tp_size):
+def test_rows_without_an_allowed_token_are_named_and_others_can_be_drawn(params, tp_size):
     logits = random_logits(4)
     own = SamplingParams(**params)
     draws = [SamplingRow(own, 0, 0, 9, request) for request in (40, 41, 42, 43)]
@@ -372,7 +372,7 @@ def test_draws_without_any_token_left_are_named_and_the_others_can_go_on(params,
     assert len(sample_cut(logits[left], [draws[row] for row in left], tp_size)[0]) == 2
 
 
-def test_damaged_logits_are_not_blamed_on_the_request():
+def test_nan_logits_are_not_blamed_on_the_request():
     logits = random_logits(2)
     logits[0, 5] = math.nan
     draws = [SamplingRow(SamplingParams(logit_bias=((3, 1.0),)), 0, 0, 9, 7)] * 2
@@ -386,8 +386,8 @@ def test_stop_ids_are_banned_until_there_are_min_tokens():
     assert [request.banned_ids(n) for n in range(5)] == [frozenset({4, 9})] * 3 + [frozenset()] * 2
 
 
-def test_greedy_generation_with_a_penalty_stops_repeating_itself():
-    """A model that always wants token 3 goes through the vocabulary instead."""
+def test_frequency_penalty_stops_greedy_repetition():
+    """A model that always favours token 3 also generates other tokens."""
 
     def one_rank(comm: Communicator) -> list[int]:
         vocab = vocabs_of(2, 6)[comm.rank]

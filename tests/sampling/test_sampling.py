@@ -35,7 +35,7 @@ from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import gather_logits, score, score_tokens
 from parallel_llama.sampling.tiles import Tiles
 
-# A vocabulary of 211 rows, cut evenly, unevenly, with ranks of one row and of none.
+# A vocabulary of 211 rows, cut evenly, unevenly, with ranks of one row and of no rows.
 VOCAB = 211
 HEAD = "parallel_llama.sampling.sampler"
 CUTS = {
@@ -136,7 +136,7 @@ def logprobs_of(drawn: SampledToken) -> TokenLogprob:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
-def test_every_cut_of_the_vocabulary_draws_the_same(tp_size, dtype):
+def test_tokens_and_logprobs_are_the_same_at_every_tp_size(tp_size, dtype):
     """bfloat16 brings ties, at the border of top_k too; tp 3, 5 and 7 have ranks without rows."""
     logits = random_logits(5 * len(MIXED), dtype=dtype)
     draws = mixed_draws(len(logits))
@@ -148,8 +148,8 @@ def test_every_cut_of_the_vocabulary_draws_the_same(tp_size, dtype):
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_greedy_takes_the_smallest_of_equal_tokens(tp_size):
-    """Ties within a rank and across ranks; what argmax returns must not depend on the cut."""
+def test_greedy_breaks_ties_by_the_smallest_token_id(tp_size):
+    """Ties within a rank and across ranks; the argmax must not depend on tp_size."""
     logits = random_logits(40).round().clamp(max=4)
     logits[0] = 0
     assert tokens_of(logits, draws_at(40), tp_size) == [
@@ -158,7 +158,7 @@ def test_greedy_takes_the_smallest_of_equal_tokens(tp_size):
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_alternatives_are_the_next_likeliest_and_never_the_chosen_one(tp_size):
+def test_top_logprobs_are_the_likeliest_tokens_except_the_drawn_one(tp_size):
     logits = random_logits(20).round()  # ties: alternatives rank by (-logit, token)
     draws = draws_at(10, logprobs=7) + draws_at(10, logprobs=7, temperature=2.0)
     expected = logits.double().log_softmax(-1)
@@ -171,7 +171,7 @@ def test_alternatives_are_the_next_likeliest_and_never_the_chosen_one(tp_size):
             assert logprob == pytest.approx(float(expected[row, token]), abs=1e-12)
 
 
-def test_logprobs_are_of_the_model_and_not_of_the_filtered_draw():
+def test_logprobs_ignore_temperature_and_filters():
     logits = random_logits(30)
     draws = draws_at(30, temperature=0.5, top_k=3, logprobs=0)
     for row, drawn in enumerate(sample_cut(logits, draws)[0]):
@@ -180,11 +180,11 @@ def test_logprobs_are_of_the_model_and_not_of_the_filtered_draw():
         assert logprobs_of(drawn).top == ()
 
 
-def test_no_logprobs_come_unless_they_are_asked_for():
+def test_logprobs_are_none_unless_requested():
     assert [each.logprobs for each in sample_cut(random_logits(2), draws_at(2))[0]] == [None, None]
 
 
-def test_a_masked_token_is_never_drawn_nor_an_alternative():
+def test_masked_token_is_never_drawn_nor_in_top_logprobs():
     """A grammar leaves a few tokens; -inf on all rows of some rank must not become nan."""
     logits = torch.full((len(MIXED), VOCAB), -math.inf)
     logits[:, 205:208] = random_logits(len(MIXED), 3)
@@ -198,9 +198,9 @@ def test_a_masked_token_is_never_drawn_nor_an_alternative():
 
 @pytest.fixture
 def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that makes the token whose id is the position win if it is kept, whatever its logit.
+    """Noise that makes the token with the id `position` win if the filters keep it.
 
-    So one row per token shows a whole kept set, through the very path that real draws take.
+    One row per token then reveals all kept tokens, through the code of real draws.
     """
     for module in ("draw", "tiles"):
         place = f"parallel_llama.sampling.{module}.sampling_key"
@@ -239,8 +239,8 @@ def oracle(params: SamplingParams, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("favoured")
-def test_the_nucleus_of_equal_tokens_is_no_larger_than_it_must_be():
-    """0.28 * 25 is above 7 in float64; and -inf fills whole ranks, where no mass may be nan."""
+def test_top_p_keeps_the_fewest_of_equal_tokens():
+    """0.28 * 25 is above 7 in float64; ranks with only -inf must not have a NaN probability."""
     logits = torch.full((VOCAB,), -math.inf, dtype=torch.float64)
     logits[95:120] = 0.1
     for tp_size in CUTS:
@@ -250,8 +250,8 @@ def test_the_nucleus_of_equal_tokens_is_no_larger_than_it_must_be():
 
 
 @pytest.mark.usefixtures("favoured")
-def test_a_nucleus_that_ends_exactly_at_top_p_is_the_same_at_every_cut():
-    """The sum over ranks rounds differently at every tp_size; the set must not follow it."""
+def test_top_p_equal_to_a_partial_sum_keeps_the_same_tokens_at_every_tp_size():
+    """The sum over ranks rounds differently at every tp_size; the kept tokens must not change."""
     for seed in range(3):
         logits = random_logits(1, 40, seed=seed, scale=1.0, dtype=torch.float64)[0]
         ordered, tokens = logits.softmax(-1).sort(descending=True)
@@ -336,8 +336,8 @@ def test_a_draw_depends_on_its_key_alone_and_not_on_its_batch():
 
 
 @pytest.mark.parametrize("field", ["seed", "choice", "position"])
-def test_another_seed_choice_or_position_is_another_draw(field):
-    """On 211 equal tokens two draws agree with odds of 1/211: 40 of 100 agree by chance never."""
+def test_draws_change_with_seed_choice_and_position(field):
+    """Two draws from 211 equal tokens agree with probability 1/211: never 10 of 100 by chance."""
     logits = torch.zeros(100, VOCAB)
     draws = draws_at(100, temperature=1.0)
     others = [
@@ -349,15 +349,15 @@ def test_another_seed_choice_or_position_is_another_draw(field):
     assert agree < 10
 
 
-def test_filters_that_keep_everything_draw_what_no_filter_draws():
-    """The same noise decides in each rank's rows, among candidates and in whole rows."""
+def test_filters_that_keep_every_token_do_not_change_the_draw():
+    """The same noise is used for the rows of a rank, for candidates and for whole rows."""
     logits = random_logits(50)
     plain = tokens_of(logits, draws_at(50, temperature=1.1), 5)
     for filters in ({"top_k": 211}, {"top_k": 9999}, {"min_p": 1e-9}, {"top_p": 1 - 1e-11}):
         assert tokens_of(logits, draws_at(50, temperature=1.1, **filters), 5) == plain
 
 
-def test_the_second_exchange_does_not_change_a_draw(monkeypatch):
+def test_extra_collective_for_few_candidates_does_not_change_draws(monkeypatch):
     logits = random_logits(60)
     draws = mixed_draws(60)
     monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 300)
@@ -365,7 +365,7 @@ def test_the_second_exchange_does_not_change_a_draw(monkeypatch):
     monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 2)
     monkeypatch.setattr(f"{HEAD}.MAX_CANDIDATES", 4)
     uncovered, n_uncovered = sample_cut(logits, draws, 3)
-    # One for the sums of top_p, and two for log-probabilities.
+    # One collective is for the sums of top_p, and two are for log-probabilities.
     assert (n_covered, n_uncovered) == (4, 5)
     assert [each.token for each in covered] == [each.token for each in uncovered]
 
@@ -385,12 +385,12 @@ def test_the_second_exchange_does_not_change_a_draw(monkeypatch):
         ({"temperature": 1e30, "min_p": 0.1}, 2),
     ],
 )
-def test_one_exchange_serves_without_logprobs_top_p_and_open_filters(params, n_collectives):
+def test_logprobs_top_p_and_undecided_filters_add_collectives(params, n_collectives):
     assert sample_cut(random_logits(4), draws_at(4, **params), 3)[1] == n_collectives
 
 
 class _Scales(Solo):
-    """A rank alone that weighs what it would send."""
+    """A single rank that counts the bytes that it would send."""
 
     sent_bytes = 0
 
@@ -405,13 +405,13 @@ def test_a_greedy_row_sends_16_bytes_whatever_the_vocabulary():
     assert comm.sent_bytes == 16
 
 
-def test_nothing_to_draw_needs_no_exchange():
+def test_empty_batch_needs_no_collective():
     assert sample_cut(torch.empty(0, VOCAB), [], 2) == ([], 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [MIXED[0], MIXED[2], MIXED[6]])
-def test_logits_that_are_no_numbers_name_their_request(bad, params):
+def test_nan_or_inf_logits_raise_an_error_that_names_the_request(bad, params):
     logits = random_logits(3)
     logits[1, slice(None) if bad == -math.inf else 207] = bad
     draws = [SamplingRow(params, 0, 0, 9, request) for request in (40, 41, 42)]
@@ -420,7 +420,7 @@ def test_logits_that_are_no_numbers_name_their_request(bad, params):
 
 
 def best_of(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tensor:
-    """What a device finds in a step's logits."""
+    """The result of the device's draw from a step's logits."""
     rows = [row_sampling_key(each.params, each.seed, each.choice, each.position) for each in draws]
     keys, temperatures = zip(*rows, strict=True)
     sampling_keys = SamplingKeys(
@@ -430,9 +430,9 @@ def best_of(logits: Tensor, vocab: range, draws: Sequence[SamplingRow]) -> Tenso
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
-def test_what_the_device_draws_is_what_is_sampled(tp_size):
-    """Greedy and plain rows, some of equal logits; the tokens are on the device before they are
-    read, and log-probabilities are found where somebody asks for them.
+def test_device_draws_equal_sampled_tokens(tp_size):
+    """Greedy and unfiltered rows, some with equal logits. The tokens are on the device before the
+    read, and log-probabilities are computed only on request.
     """
     logits = random_logits(20).round()
     draws = [
@@ -464,11 +464,11 @@ def test_what_the_device_draws_is_what_is_sampled(tp_size):
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40])
-def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
+def test_filtered_draws_are_on_the_device_if_candidates_decide_them(
     tp_size, vocab_size, monkeypatch
 ):
-    """Rows of all kinds in one batch; those that are not decided have no token until they are
-    read, and then the one that the sampler draws.
+    """Rows of all kinds in one batch. An undecided row has the token -1 until the read, which
+    returns the token that the sampler draws.
     """
     monkeypatch.setattr("parallel_llama.sampling.pending.N_CANDIDATES", 16)
     settings = [
@@ -483,14 +483,14 @@ def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
     ]
     draws = [SamplingRow(params, 3, 0, at) for at, params in enumerate(settings * 4)]
     logits = random_logits(len(draws), vocab_size)
-    logits[1::3] = logits[1::3].round()  # with equal ones
+    logits[1::3] = logits[1::3].round()  # creates equal logits
     expected = sample_cut(logits, draws)[0]
 
     def one_rank(comm: Communicator) -> tuple[list[int], list[SampledToken], bool]:
         vocab = vocabs_of(tp_size, vocab_size)[comm.rank]
         own, best = logits[:, vocab.start : vocab.stop], best_of(logits, vocab, draws)
         pending = PendingDraws(own, best, vocab, vocab_size, draws, comm, TorchOps())
-        own.zero_() if comm.size == 1 else None  # as the next step may
+        own.zero_() if comm.size == 1 else None  # as the next step may do
         return pending.tokens.tolist(), *pending.read()
 
     for tokens, read, were_known in run_on_threads(tp_size, one_rank):
@@ -498,13 +498,13 @@ def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
         undecided = [row for row, token in enumerate(tokens) if token != expected[row].token]
         assert {tokens[row] for row in undecided} <= {-1} and len(undecided) < len(draws) / 3
         assert were_known == (not undecided)
-        # So many candidates do not hold the nucleus of hot rows.
+        # 16 candidates do not cover the nucleus of rows with a high temperature.
         assert len(undecided) > 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
-def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(temperature, top_p, bad):
+def test_device_draw_from_nan_or_inf_logits_names_the_request(temperature, top_p, bad):
     logits = random_logits(3)
     logits[1, slice(None) if bad == -math.inf else 207] = bad
     params = SamplingParams(temperature=temperature, top_p=top_p)
@@ -520,7 +520,7 @@ def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(temperature, top
     run_on_threads(3, one_rank)
 
 
-def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform_without_overflow():
+def test_tiny_temperature_is_greedy_and_huge_one_draws_many_tokens():
     logits = random_logits(300) * 1e4
     greedy = tokens_of(logits, draws_at(300))
     assert tokens_of(logits, draws_at(300, temperature=1e-6), 3) == greedy
@@ -532,7 +532,7 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform_without_overflow():
 def test_score_is_log_softmax_of_the_targets(tp_size, monkeypatch):
     monkeypatch.setattr(
         "parallel_llama.sampling.scoring._CHUNK", 1000
-    )  # several rows at a time, the last time fewer
+    )  # several rows per chunk, and fewer in the last
     logits = random_logits(23)
     targets = torch.arange(23) * 9
     vocabs = vocabs_of(tp_size)
@@ -561,7 +561,7 @@ def test_score_refuses_a_target_outside_the_vocabulary(target):
         run_on_threads(3, one_rank)
 
 
-def test_score_refuses_logits_that_are_no_numbers():
+def test_score_refuses_nan_logits():
     logits = torch.zeros(2, VOCAB)
     logits[1, 3] = math.nan
     with pytest.raises(NumericalError, match="row 1"):
@@ -569,8 +569,8 @@ def test_score_refuses_logits_that_are_no_numbers():
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 7])
-def test_scored_tokens_have_the_likeliest_others_beside_them(tp_size):
-    """Ties rank by token id, across ranks too; every row has as many as it wants, at most 20."""
+def test_score_tokens_returns_the_likeliest_other_tokens(tp_size):
+    """Ties rank by token id, across ranks too; each row requests its own number, at most 20."""
     logits = random_logits(23).round()
     logits[3, 2:] = -math.inf  # fewer tokens than alternatives
     targets = torch.arange(23) * 9
@@ -597,7 +597,7 @@ def test_scored_tokens_have_the_likeliest_others_beside_them(tp_size):
 
 
 @pytest.mark.parametrize("k", [2, 5, 20])
-def test_the_largest_of_many_tiles_are_those_of_a_stable_sort(k):
+def test_top_k_of_tiles_equals_a_stable_sort(k):
     """Ties at the border, more tiles than k, and tiles that reach beyond the vocabulary."""
     logits = random_logits(20, 9000).mul(4).round()
     for vocab in (range(0, 9000), range(100, 9100)):
@@ -621,8 +621,8 @@ def test_gathered_logits_are_the_whole_rows(tp_size):
 
 
 @pytest.mark.parametrize("vocab_size", [211, 256])
-def test_scoring_and_sampling_leave_the_logits_as_they_were(vocab_size):
-    """Float64 logits in whole tiles are copied nowhere on the way: 256 changed them in place."""
+def test_scoring_and_sampling_do_not_modify_the_logits(vocab_size):
+    """Regression: float64 logits of whole tiles (256) are not copied, and were changed in place."""
     logits = random_logits(len(MIXED), vocab_size, dtype=torch.float64)
     before = logits.clone()
     sample_cut(logits, mixed_draws(len(MIXED)))
@@ -654,7 +654,7 @@ def _exponential(key: int, place: int) -> tuple[float, int]:
     return -math.log(uniform), word & 127
 
 
-def test_the_noise_is_a_race_of_tiles_timed_by_splitmix64():
+def test_gumbel_noise_matches_the_splitmix64_reference():
     """Pins the shifts and the wrap-around of int64, for keys of both signs and large ids."""
     assert _splitmix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output for seed 0
     rng = random.Random(3)
@@ -686,8 +686,8 @@ def test_the_noise_is_standard_gumbel_and_independent_of_its_neighbours():
         assert chi_square(pairs, torch.full((100,), 0.01, dtype=torch.float64)) > 1e-4
 
 
-def test_no_token_has_more_noise_than_its_tile():
-    """And one token has exactly that: a draw rules tiles out by it."""
+def test_tile_noise_is_the_largest_noise_of_its_tokens():
+    """A draw skips tiles by this bound."""
     keys = torch.arange(500) * 31
     noise = gumbel(keys, torch.arange(3 * 128)).view(500, 3, 128)
     bound = tile_gumbel(keys, torch.arange(3))
@@ -695,8 +695,8 @@ def test_no_token_has_more_noise_than_its_tile():
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 30.0])
-def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale):
-    """Against the noise of every token, over forty tiles cut in the middle of some."""
+def test_skipping_tiles_does_not_change_an_unfiltered_draw(scale):
+    """Compares with the noise of every token, over forty tiles; shards end inside some tiles."""
     logits = random_logits(60, 5000, scale=scale)
     draws = draws_at(60, temperature=0.9)
     keys = torch.tensor([sampling_key(draw) for draw in draws])
@@ -706,7 +706,7 @@ def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale):
 
 
 def test_the_noise_of_a_token_does_not_depend_on_its_neighbours():
-    """To the last bit: a rank computes it for its rows, all ranks once more for the candidates."""
+    """To the last bit: a rank computes noise for its rows, and all ranks again for candidates."""
     keys = torch.tensor([sampling_key(draw) for draw in draws_at(3)])
     whole = gumbel(keys, torch.arange(4001))
     for start, stop in ((0, 4001), (1, 9), (7, 8), (3000, 4001), (5, 3002)):

@@ -1,7 +1,7 @@
-"""Random JSON schemas whose texts are bounded, and the check of what a model writes under them.
+"""Random JSON schemas that bound the length of their texts, and a check of completions.
 
-`check_completions` takes any way to complete a grammar: a few random schemas with random logits in
-the tests, some hundreds with a real model where it is run by hand.
+`check_completions` takes any function that completes a grammar. Tests use random logits and a few
+schemas; runs by hand use a real model and some hundreds of schemas.
 """
 
 import json
@@ -24,7 +24,7 @@ FORMATS = ("date", "time", "uuid", "ipv4")
 
 
 def bounded_schema(seed: int, depth: int = 3) -> Schema:
-    """A schema of objects, arrays and scalars, `depth` levels deep, some of them under $defs."""
+    """A schema of objects, arrays and scalars, `depth` levels deep, some under $defs."""
     draw = random.Random(seed)
     definitions = {f"d{n}": _schema(draw, 1, ()) for n in range(draw.randrange(3))}
     schema = _object(draw, depth, tuple(definitions))
@@ -34,7 +34,7 @@ def bounded_schema(seed: int, depth: int = 3) -> Schema:
 def check_completions(
     complete: Complete, tokenizer: Tokenizer, seeds: Sequence[int]
 ) -> tuple[int, list[str]]:
-    """How many completions stopped, and what is wrong with them: one line for each bad text."""
+    """Returns: the number of completions that stopped, and one line for each bad text."""
     n_stopped, problems = 0, []
     for seed in seeds:
         schema = bounded_schema(seed)

@@ -1,4 +1,4 @@
-"""What masks of grammars allow, for every kind of tokenizer, and the cost of hostile grammars."""
+"""Tokens that grammar masks allow, for every kind of tokenizer, and costs of hostile grammars."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def spell(matcher: Matcher, tokenizer: Tokenizer, text: str) -> None:
         matcher.accept(id)
 
 
-# What comes out fits the grammar.
+# Completions fit the grammar.
 
 
 def test_random_completions_fit_their_schemas():
@@ -115,8 +115,8 @@ def smollm2_json(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gguf", "tiktoken", "spm", "spm v3", "tekken", "tokenizer.json"])
-def test_every_kind_of_tokenizer_spells_what_the_matcher_takes_it_for(kind, request):
-    """Streamed after a prompt with text, so that a leading space of SentencePiece is kept."""
+def test_decoded_text_fits_the_grammar_for_every_kind_of_tokenizer(kind, request):
+    """The text is streamed after a prompt, so that a leading space of SentencePiece is kept."""
     paths = {
         "gguf": SMOLLM2, "tiktoken": LLAMA3, "spm": MISTRAL_V1, "spm v3": MISTRAL_V3,
         "tekken": TEKKEN,
@@ -149,8 +149,8 @@ def test_every_kind_of_tokenizer_spells_what_the_matcher_takes_it_for(kind, requ
 
 
 @pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
-def test_forced_text_is_written_with_the_tokens_of_the_tokenizer(path):
-    """Without the space that SentencePiece puts before a text, and with nothing lost."""
+def test_forced_text_is_encoded_losslessly_in_multi_byte_tokens(path):
+    """SentencePiece would put a space before the text."""
     tokenizer = real_tokenizer(path)
     table = TokenTable(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     for text in ('{"temperature":', "größe 日本", " two  spaces", "<s>", "\x02"):
@@ -159,7 +159,7 @@ def test_forced_text_is_written_with_the_tokens_of_the_tokenizer(path):
         assert len(ids) < len(text.encode()) or len(text) < 4
 
 
-def test_text_that_the_tokenizer_would_normalise_is_spelled_by_its_longest_tokens():
+def test_text_that_the_tokenizer_normalises_is_encoded_losslessly():
     class Lossy:
         vocabulary = real_tokenizer(SMOLLM2).vocabulary
 
@@ -170,10 +170,8 @@ def test_text_that_the_tokenizer_would_normalise_is_spelled_by_its_longest_token
     assert b"".join(table.tokens[id] for id in table.encode(b"Hello World")) == b"Hello World"
 
 
-def test_text_that_the_tokenizer_cannot_encode_is_spelled_by_its_longest_tokens(
-    smollm2_json, monkeypatch
-):
-    """In the middle of a mask, where the error went through llguidance as a panic."""
+def test_forced_text_is_produced_even_if_the_tokenizer_raises(smollm2_json, monkeypatch):
+    """Regression: the error, raised while a mask was computed, became a panic of llguidance."""
 
     def refuse(*_: object, **__: object) -> list[int]:
         raise CheckpointError("tokenizer.json: the tokenizer is stopped")
@@ -185,7 +183,7 @@ def test_text_that_the_tokenizer_cannot_encode_is_spelled_by_its_longest_tokens(
     )
 
 
-def test_a_completion_that_begins_a_text_begins_with_no_token_that_would_lose_its_space():
+def test_token_that_would_lose_its_space_cannot_begin_a_text():
     tokenizer, maker = real_tokenizer(MISTRAL_V1), compiler_of(MISTRAL_V1)
     grammar = Grammar("regex", r" ?[a-z]{3,9}")
     openings = set(tokenizer.vocabulary.openings)
@@ -233,7 +231,7 @@ def test_an_eos_too_early_is_refused():
         matcher.mask()
 
 
-def test_a_model_without_eos_ends_by_being_finished():
+def test_matcher_without_eos_finishes_and_allows_no_more_tokens():
     maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset())
     matcher = maker.matcher(Grammar("regex", "abc"))
     spell(matcher, real_tokenizer(SMOLLM2), "abc")
@@ -241,7 +239,7 @@ def test_a_model_without_eos_ends_by_being_finished():
     assert not any(matcher.mask())
 
 
-def test_an_eos_that_the_tokenizer_takes_for_text_is_no_text():
+def test_eos_id_with_text_in_the_tokenizer_is_not_allowed_as_text():
     tokenizer = real_tokenizer(SMOLLM2)
     (comma,) = tokenizer.encode(",", bos=False)
     matcher = GrammarCompiler(tokenizer, 49152, frozenset([comma])).matcher(Grammar("regex", ",+a"))
@@ -251,7 +249,7 @@ def test_an_eos_that_the_tokenizer_takes_for_text_is_no_text():
 # Copies and the cache.
 
 
-def test_copies_go_their_own_ways():
+def test_copied_matcher_advances_independently():
     tokenizer = real_tokenizer(SMOLLM2)
     matcher = smollm2("regex", "a(b|c)d")
     spell(matcher, tokenizer, "a")
@@ -262,14 +260,14 @@ def test_copies_go_their_own_ways():
     spell(matcher, tokenizer, "cd")
 
 
-def test_a_matcher_leaves_the_cached_grammar_at_its_start():
+def test_matcher_does_not_advance_the_cached_grammar():
     first, tokenizer = smollm2("regex", "xyz"), real_tokenizer(SMOLLM2)
     before = first.mask()
     spell(first, tokenizer, "xyz")
     assert smollm2("regex", "xyz").mask() == before
 
 
-def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(monkeypatch):
+def test_bounded_grammar_cache_evicts_the_least_recently_used(monkeypatch):
     tried: list[str] = []
     monkeypatch.setattr(
         GrammarCompiler, "_check", lambda _, grammar: tried.append(grammar.text) or ""
@@ -308,13 +306,13 @@ def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(monkeypatch):
         ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than maximum"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_with_the_reason(kind, text, reason):
+def test_unusable_grammar_is_refused_with_the_reason(kind, text, reason):
     with pytest.raises(UsageError, match=f"(?s)cannot be used: .*{reason}") as caught:
         smollm2(kind, text)
     assert "1(8)" not in str(caught.value)  # a position in a grammar that the user did not write
 
 
-def test_whitespace_cannot_go_on_for_ever_whatever_the_schema_says():
+def test_schema_cannot_enable_flexible_whitespace():
     text = '{"x-guidance": {"whitespace_flexible": true}, "type": "array", "items": {"const": 1}}'
     matcher = smollm2("json_schema", text)
     for character in "[1,1":
@@ -323,8 +321,8 @@ def test_whitespace_cannot_go_on_for_ever_whatever_the_schema_says():
         spell(matcher, real_tokenizer(SMOLLM2), character)
 
 
-def test_a_token_named_by_its_id_is_never_drawn():
-    """Lark grammars of llguidance can name ids; the special ones among them are not for text."""
+def test_grammar_that_names_a_special_token_by_id_gives_no_mask():
+    """Lark grammars of llguidance can name token ids; ids of special tokens are not text."""
     matcher = smollm2("lark", 'start: "a" <[1]>')
     spell(matcher, real_tokenizer(SMOLLM2), "a")
     with pytest.raises(MatchError, match="no token of the vocabulary"):
@@ -334,7 +332,7 @@ def test_a_token_named_by_its_id_is_never_drawn():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_hostile_grammar_is_refused_or_costs_little(name):
-    """CPU time of this process, which a grammar that hangs would hang; the check bounds its own."""
+    """Measures the CPU time of this process; the process of the check has its own limit."""
     kind, text = GRAMMARS[name]
     started = time.process_time()
     with suppress(UsageError, MatchError):
@@ -343,7 +341,7 @@ def test_a_hostile_grammar_is_refused_or_costs_little(name):
 
 
 @pytest.mark.slow
-def test_a_grammar_that_takes_too_long_is_refused_by_name():
+def test_grammar_that_exceeds_the_time_limit_is_refused():
     with pytest.raises(UsageError, match="takes more than 1 s; simplify it"):
         smollm2(*GRAMMARS["patternProperties"])
 
@@ -384,7 +382,7 @@ def test_many_grammars_are_checked_in_one_process(monkeypatch):
     assert len(children) == 2
 
 
-def test_a_grammar_that_was_checked_is_compiled_here_alone(monkeypatch):
+def test_checked_grammar_is_compiled_without_another_check(monkeypatch):
     monkeypatch.setattr(GrammarCompiler, "_check", lambda *_: pytest.fail("checked again"))
     maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
     assert maker.matcher(Grammar("regex", "abc"), is_checked=True).mask()

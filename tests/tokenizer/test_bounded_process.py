@@ -1,6 +1,6 @@
-"""The process in which untrusted templates and tokenizers run: its limits, its end, its restart.
+"""Limits, exit and restart of the process that runs untrusted templates and tokenizers.
 
-The job is that of templates, because a template can easily make the process do anything.
+Most tests use the template job, because a template can make the process do nearly anything.
 """
 
 import json
@@ -40,15 +40,15 @@ def worker_of(process: BoundedProcess) -> psutil.Process:
     return psutil.Process(process._child._process.pid)
 
 
-def test_an_answer_takes_the_cpu_time_that_its_request_may_take(process):
+def test_request_over_its_cpu_limit_is_stopped_and_the_next_runs(process):
     assert process.ask(request("ready")) == {"text": "ready"}
     with pytest.raises(Stopped, match=r"more than 0\.3 s of CPU time"):
         process.ask(request(ENDLESS))
     assert process.ask(request("next")) == {"text": "next"}
 
 
-def test_a_longer_request_may_take_more_time(process):
-    """A second for each kB: what is stopped when short ends when long."""
+def test_cpu_limit_grows_with_request_size(process):
+    """The limit grows by 1 s per kB: the long request may run the loop that stops the short one."""
     slow = "{% for a in range(60) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(Stopped, match="CPU time"):
         process.ask(request(slow, 0.05))
@@ -64,8 +64,8 @@ def test_time_of_earlier_requests_is_not_counted(process):
     assert worker_of(process).pid == pid
 
 
-def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process):
-    """The clock ran on while other programs had the cores, and a second of waiting was too much."""
+def test_waiting_for_a_busy_machine_does_not_count_as_cpu_time(process):
+    """Regression: the limit counted wall time, so requests on a busy machine were stopped."""
     process.ask(request("ready"))
     child = worker_of(process)
     child.suspend()
@@ -75,7 +75,7 @@ def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process):
     timer.join()
 
 
-def test_a_process_that_is_stopped_is_given_up_by_the_clock(process, monkeypatch):
+def test_suspended_process_is_replaced_after_the_wall_time_limit(process, monkeypatch):
     process.ask(request("ready"))
     worker_of(process).suspend()
     with monkeypatch.context() as impatient:
@@ -95,8 +95,8 @@ def test_a_killed_process_is_started_again(process):
     assert worker_of(process).pid != killed.pid
 
 
-def test_an_interrupted_question_leaves_no_answer_for_the_next(process):
-    """The answer to what Ctrl-C had interrupted was read as the answer to what came next."""
+def test_reply_to_an_interrupted_request_is_not_read_by_the_next(process):
+    """Regression: after Ctrl-C, the late reply was read as the reply to the next request."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -119,7 +119,7 @@ def test_a_reply_is_bounded(process, monkeypatch):
         process.ask(request("{{ 'a' * 900000 }}"))
 
 
-def test_what_is_asked_first_is_asked_of_every_new_process():
+def test_opening_request_is_repeated_in_every_new_process():
     process = BoundedProcess("sandbox_tokenizers", 128 << 20)
     ids = {"a": 0, "b": 1}
     model = {"type": "BPE", "vocab": ids, "merges": []}
@@ -132,7 +132,7 @@ def test_what_is_asked_first_is_asked_of_every_new_process():
 
 
 def test_a_process_has_the_priority_of_the_thread_that_starts_it(process):
-    """Linux gave its session as much of a core as the whole engine's."""
+    """Regression: autogroups gave the process as much CPU time as the whole engine."""
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("this kernel does not schedule sessions as groups")
 
@@ -156,7 +156,7 @@ def test_close_leaves_no_process_behind(process):
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/bin/nothing"])
-def test_a_process_that_cannot_start_is_named(monkeypatch, program):
+def test_error_names_the_command_that_cannot_start(monkeypatch, program):
     monkeypatch.setattr(sys, "executable", program)
     with pytest.raises(CheckpointError, match=rf"did not start: {program} .*sandbox_main\.py"):
         BoundedProcess("sandbox_templates", 128 << 20).ask(request("x"))
@@ -186,7 +186,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("state", ["idle", "working"])
-def test_a_process_ends_with_its_parent_however_that_ends(state):
+def test_process_ends_when_its_parent_is_killed(state):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -198,7 +198,7 @@ def test_a_process_ends_with_its_parent_however_that_ends(state):
         assert psutil.wait_procs([child], timeout=200)[1] == []
 
 
-def test_work_that_its_parent_no_longer_waits_for_ends_by_its_own_timer():
+def test_job_over_its_cpu_limit_is_killed_by_its_own_timer():
     child = subprocess.Popen(
         [sys.executable, sandbox_main.__file__, sandbox_templates.__file__, str(128 << 20)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Channels of an answer, however the text is split."""
+"""Channels of an answer (GPT-OSS), however the text is split."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from parallel_llama.serve.tool_calls import CHANNELS, tool_format
 from parallel_llama.serve.wire import Output
 from parallel_llama.tokenizer.channels import ChannelReader, has_channels
 
-# openai_harmony reads the file o200k_base.tiktoken from this folder, and else downloads it.
+# openai_harmony reads the file o200k_base.tiktoken from this folder, or downloads it.
 VOCABULARIES = "TIKTOKEN_ENCODINGS_BASE"
 
 NAMES = frozenset(("rain", "time"))
@@ -26,7 +26,7 @@ CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.rain <|constrain|>json<|message|>"
     '{"city": "Oslo"}'
 )
-# What a model writes; the reasoning, the text and the calls.
+# Output of a model, and the expected reasoning, text and calls.
 WRITTEN = [
     (THOUGHT + FINAL, "They greet. 1 < 2 <|x|>.", "Hello!", []),
     ("<|channel|>final<|message|>Hello!", "", "Hello!", []),
@@ -55,7 +55,7 @@ WRITTEN = [
     ("<|channel|>analysis<|message|>Cut o", "Cut o", "", []),
     ("<|channel|>analysis<|message|>Cut <|sta", "Cut <|sta", "", []),
     ("<|channel|>final", "", "", []),  # cut inside of a header
-    ("Total: 3 <| 4", "", "Total: 3 <| 4", []),  # the answer to a prompt that ends in a text
+    ("Total: 3 <| 4", "", "Total: 3 <| 4", []),  # the prompt ends inside a message
     ("to", "", "to", []),
     ("", "", "", []),
 ]
@@ -89,7 +89,7 @@ def test_calls_after_the_last_allowed_one_are_dropped():
 
 @dataclass
 class Pending:
-    """What one choice reads of a request."""
+    """The fields of a request that one choice reads."""
 
     body: ChatBody
     tools: None = None
@@ -129,8 +129,8 @@ MESSAGES = [
 
 @pytest.mark.skipif(VOCABULARIES not in os.environ, reason=f"{VOCABULARIES} needs o200k_base")
 @pytest.mark.parametrize("messages", MESSAGES)
-def test_what_openai_s_own_package_writes_and_reads_is_read_alike(messages):
-    """The text is that of the tokens that its encoding writes for these messages."""
+def test_channels_equal_those_parsed_by_openai_harmony(messages):
+    """The text is the one that openai_harmony renders for these messages."""
     harmony = pytest.importorskip("openai_harmony")
     encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     tokens: list[int] = []
@@ -153,7 +153,7 @@ def test_what_openai_s_own_package_writes_and_reads_is_read_alike(messages):
     assert [*ours.values()] == theirs
 
 
-def test_templates_with_channels_are_known():
+def test_templates_with_channels_are_recognised():
     template = "<|start|>{{ role }}<|channel|>final<|message|>{{ text }}<|end|>"
     assert has_channels(template) and tool_format(template) is CHANNELS
     assert not has_channels("<|im_start|>assistant") and not has_channels("<|start|>x<|message|>")

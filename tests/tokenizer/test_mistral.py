@@ -36,7 +36,7 @@ RANGES = {
 
 
 def texts(seed: int = 0, n_texts: int = N_TEXTS) -> Iterator[str]:
-    """Texts of a few parts, each of another kind."""
+    """Texts of up to five parts, each of a random kind."""
     draw = random.Random(seed)
 
     def characters(first: int, last: int) -> str:
@@ -65,7 +65,7 @@ def texts(seed: int = 0, n_texts: int = N_TEXTS) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_ids_and_texts_are_those_of_mistral_common(path):
+def test_ids_and_texts_equal_mistral_common(path):
     ours = real_tokenizer(path)
     oracle = mistral_tokenizer(path).instruct_tokenizer.tokenizer
     assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (
@@ -78,7 +78,7 @@ def test_ids_and_texts_are_those_of_mistral_common(path):
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_special_tokens_are_those_of_mistral_common(path):
+def test_special_tokens_equal_mistral_common(path):
     tokenizer = real_tokenizer(path)
     oracle = mistral_tokenizer(path).instruct_tokenizer.tokenizer
     assert set(tokenizer.vocabulary.special_ids.values()) == oracle.special_ids
@@ -90,7 +90,7 @@ def test_special_tokens_are_those_of_mistral_common(path):
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_a_stream_gives_whole_characters_and_the_text_of_all_tokens(path):
+def test_stream_emits_whole_characters_and_the_complete_text(path):
     tokenizer = real_tokenizer(path)
     for text in texts(seed=1, n_texts=1000):
         ids = tokenizer.encode(text, special=False)
@@ -101,7 +101,7 @@ def test_a_stream_gives_whole_characters_and_the_text_of_all_tokens(path):
 
 
 @pytest.mark.parametrize("version", [3, 7, 11, 13])
-def test_a_tekken_file_that_lists_its_special_tokens_is_cut_to_its_size(tmp_path, version):
+def test_tekken_vocabulary_is_cut_to_default_vocab_size(tmp_path, version):
     path = write_tekken(tmp_path, version)
     ours = load_tokenizer(tmp_path)
     oracle = mistral_tokenizer(path).instruct_tokenizer.tokenizer
@@ -116,8 +116,8 @@ def test_a_tekken_file_that_lists_its_special_tokens_is_cut_to_its_size(tmp_path
         assert ours.encode(text, special=False) == oracle.encode(text, bos=True, eos=False)
 
 
-def test_runs_of_a_million_spaces_are_read():
-    """Uncut, the pattern gives up with a panic of the library."""
+def test_runs_of_a_million_spaces_are_encoded():
+    """The library panics if the run is not split."""
     ours = real_tokenizer(TEKKEN)
     text = "a" + " " * (MAX_SPACES - 1) + "b" + "\n" * (MAX_SPACES // 2)
     assert ours.encode(text, bos=False) == encoded(TEKKEN, text)
@@ -134,7 +134,7 @@ def test_runs_of_a_million_spaces_are_read():
         (["tokenizer.model.v7m1", "tekken.json"], "tekken.json"),
     ],
 )  # fmt: skip
-def test_the_newest_file_is_taken_as_in_mistral_common(tmp_path, names, taken):
+def test_newest_tokenizer_file_is_used_as_in_mistral_common(tmp_path, names, taken):
     assert taken_of(names) == taken
     for name in names:
         (tmp_path / name).write_bytes(b"")
@@ -142,7 +142,7 @@ def test_the_newest_file_is_taken_as_in_mistral_common(tmp_path, names, taken):
         load_tokenizer(tmp_path)
 
 
-def test_the_content_tells_tekken_from_other_json(tmp_path):
+def test_tekken_file_named_tokenizer_json_is_recognised(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.symlink_to(TEKKEN)
     assert load_tokenizer(tmp_path).encode("Hello [INST]") == real_tokenizer(TEKKEN).encode(
@@ -150,13 +150,13 @@ def test_the_content_tells_tekken_from_other_json(tmp_path):
     )
 
 
-# Files that are damaged or mean harm.
+# Damaged and hostile files.
 
 VOCAB = [{"rank": 0, "token_bytes": "AA==", "token_str": None}]
 
 
 def last_token(**changes: Any) -> dict[str, Any]:
-    """The change that damages the last of the tokens that are read."""
+    """A change that damages the last token that is read."""
     vocab = list(tekken_file()["vocab"][:1050])
     vocab[999] = {**vocab[999], **changes}
     return {"vocab": vocab}
@@ -203,8 +203,8 @@ def test_a_damaged_tekken_file_is_named_with_the_reason(tmp_path, changes, reaso
         load_tokenizer(tmp_path)
 
 
-def test_a_tekken_file_of_many_small_values_is_refused_before_they_are_read(tmp_path):
-    """64 MB of empty objects would take gigabytes once they are read."""
+def test_tekken_file_of_many_small_values_is_refused_before_parsing(tmp_path):
+    """A file of 64 MB of empty objects would take gigabytes once parsed."""
     path = tmp_path / "tekken.json"
     path.write_text('{"token_bytes": "", "vocab": [' + "{}," * 4_000_000 + "{}]}")
     tracemalloc.start()

@@ -21,7 +21,7 @@ SAID = (
 
 
 def chats(seed: int, n_chats: int, said: tuple[str, ...] = SAID) -> Iterator[list[dict[str, Any]]]:
-    """Conversations that Mistral's own code takes: roles in a row, systems anywhere, parts."""
+    """Conversations that mistral-common accepts: repeated roles, systems anywhere, text parts."""
     draw = random.Random(seed)
     after = {
         "": ("system", "user", "assistant"),
@@ -52,7 +52,7 @@ def mistral_chat(folder: Path, file: Path) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
-def test_chats_are_those_of_mistral_common(tmp_path, path):
+def test_chat_ids_equal_mistral_common(tmp_path, path):
     chat = mistral_chat(tmp_path, path)
     said = tuple(text for text in SAID if "[INST]" not in text) if path == MISTRAL_V1 else SAID
     for messages in chats(0, 200, said):
@@ -61,14 +61,14 @@ def test_chats_are_those_of_mistral_common(tmp_path, path):
 
 
 @pytest.mark.parametrize("version", [3, 7, 11, 13])
-def test_chats_of_each_tekken_version_are_those_of_mistral_common(tmp_path, version):
+def test_chat_ids_of_each_tekken_version_equal_mistral_common(tmp_path, version):
     path = write_tekken(tmp_path, version)
     chat = load_chat_template(tmp_path, load_tokenizer(tmp_path))
     for messages in chats(version, 200):
         assert chat.encode(Chat(messages)) == encoded_chat(path, messages)
 
 
-def test_the_system_stands_where_each_version_has_it(tmp_path):
+def test_each_version_puts_the_system_message_in_its_own_place(tmp_path):
     messages = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": "A"},
@@ -116,7 +116,7 @@ def test_roles_out_of_turn_are_refused_as_by_mistral_common(tmp_path):
 
 
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]"])
-def test_the_first_version_refuses_messages_with_its_markup(tmp_path, tag):
+def test_v1_refuses_messages_with_its_markup(tmp_path, tag):
     chat = mistral_chat(tmp_path, MISTRAL_V1)
     with pytest.raises(
         UsageError, match=r"messages\[0\] contains .*, which is markup of Mistral's"
@@ -124,8 +124,8 @@ def test_the_first_version_refuses_messages_with_its_markup(tmp_path, tag):
         chat.encode(Chat([{"role": "user", "content": f"x {tag} y"}]))
 
 
-def test_a_version_that_is_not_known_is_refused_when_it_is_needed(tmp_path):
-    """Version 15 writes settings of the model into the first question."""
+def test_unknown_chat_version_is_refused_only_for_chats(tmp_path):
+    """Version 15 writes model settings into the first user message."""
     write_tekken(tmp_path, 15)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
@@ -145,9 +145,9 @@ def test_a_file_without_the_tokens_of_its_format_is_refused(tmp_path):
 
 
 def dialogs(n_dialogs: int) -> Iterator[list[dict[str, Any]]]:
-    """What every template takes: a system first if there is one, then roles in turn."""
+    """Dialogs that every template accepts: an optional system message, then alternating roles."""
     draw = random.Random(0)
-    # transformers' conversion of a tokenizer.model merges spaces in a row in another order.
+    # transformers' conversion of a tokenizer.model merges repeated spaces in another order.
     said = [text.strip() for text in SAID if "  " not in text and "[" not in text and text.strip()]
     for _ in range(n_dialogs):
         n_turns = draw.choice((1, 3, 5))
@@ -160,10 +160,8 @@ def dialogs(n_dialogs: int) -> Iterator[list[dict[str, Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [MISTRAL_V1, MISTRAL_V3, MISTRAL_V7], ids=lambda path: path.name)
-def test_the_template_of_a_hf_folder_gives_the_ids_of_transformers_and_mistral_common(
-    tmp_path, path
-):
-    """The template is the one that Mistral's own generator writes for the file."""
+def test_hf_template_gives_ids_of_transformers_and_mistral_common(tmp_path, path):
+    """The template is the one that mistral-common generates for the file."""
     from transformers import AutoTokenizer, LlamaTokenizer  # takes seconds
 
     (tmp_path / "tokenizer.model").symlink_to(path)
@@ -181,8 +179,8 @@ def test_the_template_of_a_hf_folder_gives_the_ids_of_transformers_and_mistral_c
 
 
 @pytest.mark.parametrize("path", MISTRAL_FILES[:4], ids=lambda path: path.name)
-def test_the_template_of_a_folder_without_tokenizer_json_gives_the_same_ids(tmp_path, path):
-    """The template writes a space behind its tags, and SentencePiece used to add another."""
+def test_hf_template_without_tokenizer_json_gives_mistral_common_ids(tmp_path, path):
+    """Regression: SentencePiece added a second space after the space that the template writes."""
     (tmp_path / "tokenizer.model").symlink_to(path)
     (tmp_path / "chat_template.jinja").write_text(chat_template(path))
     chat = load_chat_template(tmp_path, load_tokenizer(tmp_path))
@@ -191,8 +189,8 @@ def test_the_template_of_a_folder_without_tokenizer_json_gives_the_same_ids(tmp_
         assert chat.encode(Chat(messages)) == encoded_chat(path, messages)
 
 
-def test_a_template_beside_a_tekken_file_has_the_bos_that_the_file_names(tmp_path):
-    """Such folders may have no tokenizer_config.json to name it."""
+def test_template_beside_a_tekken_file_gets_bos_from_that_file(tmp_path):
+    """Such folders may lack the tokenizer_config.json that names BOS."""
     (tmp_path / "tekken.json").symlink_to(TEKKEN)
     (tmp_path / "chat_template.jinja").write_text(chat_template(TEKKEN))
     chat = load_chat_template(tmp_path, real_tokenizer(TEKKEN))

@@ -21,7 +21,7 @@ def action(*calls):
     return "<|START_ACTION|>[\n    " + ",\n    ".join(calls) + "\n]<|END_ACTION|>"
 
 
-# What a model writes; the reasoning, the text and the calls.
+# Output of a model, and the expected reasoning, text and calls.
 WRITTEN = [
     (
         THOUGHT + "<|START_RESPONSE|>Hello <b> world<|END_RESPONSE|>",
@@ -60,7 +60,7 @@ def read(written, size, prompt="", **settings):
 @pytest.mark.parametrize(("written", "reasoning", "text", "calls"), WRITTEN)
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_an_answer_is_split_into_reasoning_text_and_calls(written, reasoning, text, calls, size):
-    """The form was taken for Llama 3's, whose templates also have the key `parameters`."""
+    """Regression: calls were read in the format of Llama 3, which also has a key `parameters`."""
     assert read(written, size) == (reasoning, text, calls)
 
 
@@ -83,6 +83,6 @@ def test_an_answer_without_tools_is_reasoning_and_text():
     )
 
 
-def test_templates_with_sections_are_known():
+def test_templates_with_sections_are_recognised():
     assert has_markers(TEMPLATE) and tool_format(TEMPLATE) is SECTIONS
     assert not has_markers("<|START_OF_TURN_TOKEN|>") and answer_reader("x", "") is None

@@ -62,7 +62,7 @@ def test_llama3_special_tokens_are_metas(meta):
 
 
 def test_llama3_long_runs_are_cut_where_meta_cuts_them(meta):
-    """Uncut, the pattern takes time that grows with the square of a run of spaces."""
+    """Without the cut, the time grows with the square of the length of a run of spaces."""
     ours = real_tokenizer(LLAMA3)
     for text in (
         "a" * (2 * MAX_RUN + 7) + " " * (MAX_RUN + 3) + "b",
@@ -80,7 +80,7 @@ def test_sentencepiece_models_equal_sentencepiece(path):
         assert ours.encode(text, special=False) == [oracle.bos_id(), *oracle.EncodeAsIds(text)]
     for ids in random_ids(ours.vocab_size, 2000):
         text = oracle.DecodeIds(ids)
-        if "\ufffd" not in text:  # broken bytes it replaces one by one, we by Unicode's rule
+        if "\ufffd" not in text:  # SentencePiece replaces each broken byte, unlike `decode`
             assert ours.decode(ids) == text
     assert ours.bos_id == oracle.bos_id()
     assert ours.eos_ids == {oracle.eos_id()}
@@ -88,7 +88,7 @@ def test_sentencepiece_models_equal_sentencepiece(path):
 
 
 @pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
-def test_special_text_is_special_only_when_asked_for(path):
+def test_special_token_text_is_parsed_unless_special_is_false(path):
     tokenizer = real_tokenizer(path)
     for text, id in list(tokenizer.vocabulary.special_ids.items())[:20]:
         assert id in tokenizer.encode(f"a{text}b")
@@ -99,14 +99,14 @@ def test_special_text_is_special_only_when_asked_for(path):
         assert tokenizer.decode([id], skip_special=False) == text
 
 
-def test_sentencepiece_parts_between_special_tokens_are_encoded_by_themselves():
+def test_sentencepiece_encodes_text_between_special_tokens_separately():
     tokenizer, oracle = real_tokenizer(MISTRAL_V1), SentencePieceProcessor(str(MISTRAL_V1))
     assert tokenizer.encode("<s>one</s>two", bos=False) == [
         1, *oracle.EncodeAsIds("one"), 2, *oracle.EncodeAsIds("two"),
     ]  # fmt: skip
 
 
-def test_a_space_behind_a_special_token_is_the_one_that_sentencepiece_would_put_there():
+def test_space_after_a_special_token_is_not_doubled_by_sentencepiece():
     tokenizer, oracle = real_tokenizer(MISTRAL_V1), SentencePieceProcessor(str(MISTRAL_V1))
     space = oracle.PieceToId("\u2581")
     assert tokenizer.encode("</s> two", bos=False) == [2, *oracle.EncodeAsIds("two")]
@@ -121,18 +121,18 @@ def test_half_a_surrogate_pair_is_refused(path):
         real_tokenizer(path).encode("ab\udce4")
 
 
-# The kind of a file is told by its content.
+# The kind of a file is detected by its content.
 
 
 @pytest.mark.parametrize("path", [LLAMA3, MISTRAL_V1, SMOLLM2], ids=lambda path: path.name)
-def test_the_content_of_a_file_tells_its_kind_and_not_its_name(tmp_path, path):
+def test_tokenizer_kind_is_detected_by_content_and_not_by_name(tmp_path, path):
     (tmp_path / "tokenizer.model").symlink_to(path)
     found = load_tokenizer(tmp_path)
     assert type(found) is type(real_tokenizer(path))
     assert found.encode("Hello, world 42") == real_tokenizer(path).encode("Hello, world 42")
 
 
-def test_a_missing_tokenizer_names_the_files_looked_for(tmp_path):
+def test_missing_tokenizer_error_names_the_files_looked_for(tmp_path):
     with pytest.raises(
         UsageError, match=r"looked for tokenizer\.json, tekken\.json, .*, tokenizer\.model\. Copy"
     ):
@@ -163,8 +163,8 @@ def test_a_damaged_file_is_named_with_the_reason(tmp_path, content, reason):
     assert str(path) in str(caught.value)
 
 
-def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_path):
-    """protobuf accepts text that is not UTF-8, which then failed far from the file."""
+def test_sentencepiece_model_with_changed_bytes_works_or_is_refused(tmp_path):
+    """Regression: protobuf accepts text that is not UTF-8, which failed only after loading."""
     whole = sentencepiece_model(MISTRAL_V1).SerializeToString()
     draw = random.Random(0)
     n_refused = 0
@@ -185,21 +185,21 @@ def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_p
     ("name", "start", "bound"),
     [("tokenizer.json", b"{", 64 << 20), ("tokenizer.model", b"\n", 16 << 20)],
 )
-def test_a_file_beyond_the_bound_is_not_read(tmp_path, name, start, bound):
+def test_file_over_the_size_limit_is_refused(tmp_path, name, start, bound):
     (tmp_path / name).write_bytes(start)
     os.truncate(tmp_path / name, bound + 1)
     with pytest.raises(CheckpointError, match=f"larger than {bound} bytes"):
         load_tokenizer(tmp_path)
 
 
-def test_another_models_rank_file_is_refused():
-    """Llama 4's file looks the same and cuts text by another pattern."""
+def test_tiktoken_file_of_another_model_is_refused():
+    """The file of Llama 4 has the same format, but its model splits text by another pattern."""
     with pytest.raises(CheckpointError, match=r"has 200000 ranks, not 128000"):
         load_tokenizer(LLAMA3.parents[1] / "llama4" / "tokenizer.model")
 
 
-def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(tmp_path):
-    """A rule that writes a kB for each letter took gigabytes; another may write megabytes."""
+def test_sentencepiece_charsmap_with_a_long_expansion_is_refused(tmp_path):
+    """Regression: a rule that writes 1 kB for each letter took gigabytes."""
     charsmap = (4).to_bytes(4, "little") + b"trie" + b"b" * 65 + b"\0"
     proto = sentencepiece_model(MISTRAL_V1, precompiled_charsmap=charsmap)
     (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
@@ -208,7 +208,7 @@ def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(tmp
 
 
 def test_a_sentencepiece_model_with_long_pieces_is_refused(tmp_path):
-    """A unigram model looks for as many pieces at each place as it has that long."""
+    """At each position, a unigram model tries all lengths up to that of its longest piece."""
     proto = sentencepiece_model(MISTRAL_V1)
     proto.pieces[300].piece = "a" * 1025
     (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
@@ -216,8 +216,8 @@ def test_a_sentencepiece_model_with_long_pieces_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_a_rank_file_without_a_token_for_a_byte_is_refused(tmp_path):
-    """tiktoken panicked at the first text with that byte, past every handler of exceptions."""
+def test_tiktoken_file_without_a_token_for_a_byte_is_refused(tmp_path):
+    """Regression: the first text with that byte made tiktoken panic, which no handler caught."""
     lines = LLAMA3.read_bytes().splitlines()
     (at,) = (n for n, line in enumerate(lines) if line.split()[0] == base64.b64encode(b"~"))
     lines[at] = base64.b64encode(b"~ and more") + b" " + lines[at].split()[1]
@@ -257,8 +257,8 @@ def test_byte_level_json_equals_tokenizers(tmp_path):
         assert ours.decode(ids, skip_special=False) == everything
 
 
-def test_added_tokens_of_byte_level_files_spell_their_text(tmp_path):
-    """Read as byte-level characters, the e with its accent is one byte that is not UTF-8."""
+def test_added_tokens_of_byte_level_files_decode_to_their_text(tmp_path):
+    """As a byte-level character, the e with its accent is one byte that is not valid UTF-8."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens(["caf\u00e9"])
     ours = load_tokenizer(hf_folder(tmp_path, tokenizer))
@@ -305,7 +305,7 @@ def test_sentencepiece_like_json_decodes_as_tokenizers(tmp_path, decoder):
         ("$A", {"bos_token": "<s>"}, []),
     ],
 )
-def test_bos_is_what_the_models_own_tokenizer_puts_in_front(tmp_path, single, config, prefix):
+def test_bos_follows_the_post_processor_and_add_bos_token(tmp_path, single, config, prefix):
     tokenizer = with_template(single)
     ours = load_tokenizer(hf_folder(tmp_path, tokenizer, **config))
     plain = tokenizer.encode("hello", add_special_tokens=False).ids
@@ -336,7 +336,7 @@ def test_tokenizer_json_wins_over_tokenizer_model(tmp_path):
     assert load_tokenizer(tmp_path).vocab_size == byte_level_tokenizer().get_vocab_size()
 
 
-def test_an_unknown_decoder_is_refused_with_those_that_are_known(tmp_path):
+def test_unknown_decoder_error_lists_supported_decoders(tmp_path):
     tokenizer = byte_level_tokenizer()
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(CheckpointError, match=r"WordPiece.*supported are ByteLevel"):
@@ -376,14 +376,14 @@ def test_added_tokens_extend_a_sentencepiece_model(tmp_path):
 
 
 @pytest.mark.parametrize("id", [4000000000, -1])
-def test_an_added_token_beyond_the_end_is_refused(tmp_path, id):
+def test_added_token_id_out_of_range_is_refused(tmp_path, id):
     (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": id}))
     with pytest.raises(CheckpointError, match=f"id {id}, beyond the model's 32000"):
         load_tokenizer(tmp_path)
 
 
-def test_an_added_token_may_be_its_text_alone(tmp_path):
+def test_added_token_may_be_a_plain_string(tmp_path):
     (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
     config = {"added_tokens_decoder": {"32000": "<tool>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -391,7 +391,7 @@ def test_an_added_token_may_be_its_text_alone(tmp_path):
     assert ours.decode(ours.encode("a<tool>")) == "a<tool>"
 
 
-def test_ranks_may_stand_in_any_order(tmp_path):
+def test_tiktoken_lines_may_be_in_any_order(tmp_path):
     lines = LLAMA3.read_bytes().splitlines()
     random.Random(0).shuffle(lines)
     path = tmp_path / "tokenizer.model"
@@ -399,7 +399,7 @@ def test_ranks_may_stand_in_any_order(tmp_path):
     assert load_tokenizer(path).encode("any order") == real_tokenizer(LLAMA3).encode("any order")
 
 
-def test_pieces_of_llama3_are_those_of_tiktoken():
+def test_llama3_pieces_equal_tiktoken():
     ours = real_tokenizer(LLAMA3)
     ranks = {
         base64.b64decode(line.split()[0]): int(line.split()[1])
@@ -410,7 +410,7 @@ def test_pieces_of_llama3_are_those_of_tiktoken():
         assert ours.vocabulary.piece(id) == encoding.decode_single_token_bytes(id)
 
 
-def test_the_longest_special_token_at_a_place_is_taken():
+def test_longest_special_token_at_a_position_wins():
     tokens = SpecialTokens({"<a": 1, "<a>": 2, "": 3})
     assert list(tokens.split("x<a><ay")) == ["x", 2, 1, "y"]
     assert list(SpecialTokens({}).split("x")) == ["x"]
@@ -432,14 +432,14 @@ def test_special_tokens_are_split_as_by_an_alternation_of_all_texts(texts, nesti
         assert list(SpecialTokens(ids).split("".join(pieces))) == expected
 
 
-def test_special_tokens_that_begin_with_each_other_may_be_many():
-    """Nested groups exceeded the recursion limit of `re`."""
+def test_many_special_tokens_may_be_prefixes_of_each_other():
+    """Regression: nested groups exceeded the recursion limit of `re`."""
     tokens = SpecialTokens({"a" * n: n for n in range(1, 500)})
     assert list(tokens.split("a" * 700 + "b")) == [499, 201, "b"]
 
 
 def test_cost_of_splitting_does_not_grow_with_the_number_of_special_tokens():
-    """1 MB of this text kept Python's lock for seconds if a model had 1,000 special tokens."""
+    """Regression: 1 MB of this text held the GIL for seconds with 1,000 special tokens."""
 
     def cost_s(n: int) -> float:
         tokens, costs_s = SpecialTokens({f"<SPECIAL_{id}>": id for id in range(n)}), []
@@ -452,12 +452,12 @@ def test_cost_of_splitting_does_not_grow_with_the_number_of_special_tokens():
     assert cost_s(1000) < 20 * cost_s(10)
 
 
-# Files that mean harm.
+# Hostile files.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte-level", "byte-level with whole words", "sentencepiece"])
-def test_real_files_give_the_ids_that_tokenizers_gives_in_this_process(tmp_path, kind):
+def test_sandboxed_tokenizer_equals_tokenizers_on_real_files(tmp_path, kind):
     file = real_tokenizer_files()[kind]
     (tmp_path / "tokenizer.json").write_bytes(file)
     ours, oracle, plain = load_tokenizer(tmp_path), *(Tokenizer.from_buffer(file) for _ in "ab")
@@ -472,14 +472,14 @@ def test_real_files_give_the_ids_that_tokenizers_gives_in_this_process(tmp_path,
 
 
 def small_file(folder: Path, **parts: Any) -> Path:
-    """A tokenizer.json of all bytes with some of its parts replaced."""
+    """A byte-level tokenizer.json with some parts replaced."""
     path = folder / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(byte_level_tokenizer().to_str()), **parts}))
     return path
 
 
 def replacements(n_steps: int) -> dict[str, Any]:
-    """A normalizer that makes each `a` ten times as many, this many times over."""
+    """A normalizer of `n_steps` steps that each replace one `a` by ten."""
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
     return {"type": "Sequence", "normalizers": [step] * n_steps}
 
@@ -493,11 +493,11 @@ def backtracking(pattern: str) -> dict[str, Any]:
 CHARSMAP = {
     "type": "Precompiled",
     "precompiled_charsmap": "AA==",
-}  # one that `tokenizers` panics at
+}  # makes `tokenizers` panic
 
 
-def test_a_file_that_asks_for_gigabytes_is_stopped_when_it_is_loaded(tmp_path):
-    """These 2 kB took 90 s and 9 GB, in the process that was to load a model."""
+def test_file_that_allocates_gigabytes_is_stopped_during_loading(tmp_path):
+    """Regression: this file of 2 kB took 90 s and 9 GB in the process that loads the model."""
     path = small_file(tmp_path, normalizer=replacements(9))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* more than \d+ MiB of memory"):
         load_tokenizer(path)
@@ -512,7 +512,7 @@ def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_a_pattern_that_backtracks_is_stopped(tmp_path):
-    """Each of the words costs a tenth of a second: hours, for a text of some megabytes."""
+    """Each word takes 0.1 s, so a text of some megabytes would take hours."""
     tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a|aa)+$")))
     started = time.monotonic()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* of CPU time"):
@@ -527,14 +527,14 @@ def test_a_panic_at_loading_is_an_error_that_names_the_file(tmp_path):
 
 
 def test_a_panic_at_encoding_is_an_error_that_names_the_file(tmp_path):
-    """It passed every handler of exceptions, as a BaseException."""
+    """Regression: the panic is a BaseException, which no handler of Exception caught."""
     tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a+)+$")))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*retry-limit-in-match"):
         tokenizer.encode("a" * 40 + "!")
     assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
 
 
-def test_a_panic_of_a_tokenizer_built_here_is_an_error_too():
+def test_panic_of_an_in_process_tokenizer_names_the_file():
     def build() -> Tokenizer:
         tokenizer = byte_level_tokenizer()
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
@@ -545,7 +545,7 @@ def test_a_panic_of_a_tokenizer_built_here_is_an_error_too():
         encoder.encode("a" * 40 + "!", special=True)
 
 
-def test_a_killed_tokenizer_process_is_started_again_with_what_was_loaded(tmp_path):
+def test_killed_tokenizer_process_restarts_with_the_original_file(tmp_path):
     others = set(psutil.Process().children())
     tokenizer = load_tokenizer(hf_folder(tmp_path, with_template("<s> $A"), bos_token="<s>"))
     before = tokenizer.encode("hello</s>")
@@ -563,14 +563,14 @@ def test_a_killed_tokenizer_process_is_started_again_with_what_was_loaded(tmp_pa
         ([{"type": "Fuse"}] * 17, "more than 16 steps"),
     ],
 )
-def test_a_decoder_that_costs_more_than_its_file_is_refused(tmp_path, decoder, reason):
-    """Ten steps that each write ten letters for one took all memory."""
+def test_decoder_that_lengthens_text_or_has_many_steps_is_refused(tmp_path, decoder, reason):
+    """Regression: ten steps that each replace one letter by ten took all memory."""
     with pytest.raises(CheckpointError, match=reason):
         load_tokenizer(small_file(tmp_path, decoder={"type": "Sequence", "decoders": decoder}))
 
 
-def test_a_tokenizer_that_is_partly_code_is_refused_without_a_tokenizer_json(tmp_path):
-    """ChatGLM's puts tokens before every text, and without them the model answers nonsense."""
+def test_tokenizer_with_custom_code_needs_a_tokenizer_json(tmp_path):
+    """Code of ChatGLM puts tokens before every text; without these tokens, answers are nonsense."""
     shutil.copy(MISTRAL_V1, tmp_path / "tokenizer.model")
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"tokenizer_class": "ChatGLMTokenizer"}))
@@ -580,8 +580,8 @@ def test_a_tokenizer_that_is_partly_code_is_refused_without_a_tokenizer_json(tmp
     assert load_tokenizer(tmp_path).vocab_size > 0
 
 
-def test_a_long_text_keeps_no_other_thread_waiting():
-    """`tokenizers` held Python's lock for 1.2 s over a megabyte: all streams of a server stood."""
+def test_encoding_a_long_text_does_not_block_other_threads():
+    """Regression: `tokenizers` held the GIL for 1.2 s per megabyte, which stalled all streams."""
     tokenizer = real_tokenizer(SMOLLM2)
     tokenizer.encode("a")
     took_s: list[float] = []

@@ -1,4 +1,4 @@
-"""Thousands of damaged tokenizer files: each works or gives an error that names the file.
+"""Hundreds of damaged tokenizer files: each works or is refused with an error.
 
 The damage respects the structure of the file, because randomly damaged files are mostly not JSON.
 """
@@ -71,7 +71,7 @@ NESTED = {
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a JSON value, with each of its keys; a few of large ones."""
+    """Every container in a JSON value with each of its keys, or with the first 20 keys."""
     keys = list(value if isinstance(value, dict) else range(len(value)))
     for key in keys[:20]:
         yield value, key
@@ -80,7 +80,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damage(value: Any, draw: random.Random) -> None:
-    """Replace a part, take it out, repeat it, or put another part in its place."""
+    """Deletes, repeats or replaces a part of a JSON value."""
     container, key = draw.choice(list(places(value)))
     match draw.randrange(4):
         case 0:
@@ -95,7 +95,7 @@ def damage(value: Any, draw: random.Random) -> None:
 
 
 def damaged_json(whole: Any, n_files: int, change: Callable[[Any, random.Random], None]) -> Any:
-    """Texts of damaged JSON files; some have other bytes, and may be no JSON."""
+    """Damaged JSON files; one in ten also has a changed byte, and may not be valid JSON."""
     draw = random.Random(0)
     for _ in range(n_files):
         value = copy.deepcopy(whole)
@@ -223,7 +223,7 @@ def real_template() -> str:
     return chat._template
 
 
-def test_a_damaged_rank_file_works_or_is_refused(tmp_path):
+def test_damaged_tiktoken_file_is_refused(tmp_path):
     draw = random.Random(0)
     lines = LLAMA3.read_bytes().splitlines()
     path = tmp_path / "tokenizer.model"

@@ -96,7 +96,7 @@ def test_smollm2_equals_transformers_on_random_text():
 
 
 @pytest.mark.parametrize("path", [MISTRAL_V1, MISTRAL_V3], ids=lambda path: path.name)
-def test_the_llama_kind_equals_the_sentencepiece_model_it_came_from(tmp_path, path):
+def test_gguf_llama_tokenizer_equals_its_sentencepiece_model(tmp_path, path):
     ours = load_tokenizer(gguf_file(tmp_path / "a.gguf", **spm_fields(path)))
     oracle = SentencePieceProcessor(str(path))
     for text in random_texts(2000):
@@ -106,17 +106,17 @@ def test_the_llama_kind_equals_the_sentencepiece_model_it_came_from(tmp_path, pa
     assert ours.eos_ids == {2}
 
 
-def test_the_llama_kind_honours_its_settings(tmp_path):
+def test_gguf_llama_tokenizer_obeys_bos_and_space_prefix_fields(tmp_path):
     fields = {**spm_fields(MISTRAL_V1, 1000), "add_bos_token": False, "add_space_prefix": False}
     ours = load_tokenizer(gguf_file(tmp_path / "a.gguf", **fields))
     pieces = [ours.vocabulary.piece(id) for id in ours.encode("hello")]
     assert b"".join(pieces) == b"hello"
     assert ours.decode(ours.encode(" hello")) == " hello"
-    fields["unknown_token_id"] = None  # 0 where the file does not say
+    fields["unknown_token_id"] = None  # 0 if the file has no such field
     assert load_tokenizer(gguf_file(tmp_path / "b.gguf", **fields)).encode("x") == ours.encode("x")
 
 
-def test_user_defined_tokens_of_the_llama_kind_are_text_of_one_token(tmp_path):
+def test_user_defined_gguf_token_is_one_id_and_decodes_to_its_text(tmp_path):
     fields = spm_fields(MISTRAL_V1, 1000)
     fields["tokens"][-1], fields["token_type"][-1] = "<|im_start|>", 4
     ours = load_tokenizer(gguf_file(tmp_path / "a.gguf", **fields))
@@ -129,7 +129,7 @@ def test_user_defined_tokens_of_the_llama_kind_are_text_of_one_token(tmp_path):
     ("pre", "adds_bos"),
     [("gpt-2", False), ("llama-bpe", True), ("tekken", True), ("smollm", False), (None, False)],
 )
-def test_bos_of_byte_level_files_follows_the_file_then_the_family(tmp_path, pre, adds_bos):
+def test_byte_level_bos_follows_add_bos_token_then_the_family(tmp_path, pre, adds_bos):
     silent = load_tokenizer(small_bpe(tmp_path / "a.gguf", pre=pre))
     assert (silent.encode("x")[0] == 1) is adds_bos
     told = load_tokenizer(small_bpe(tmp_path / "b.gguf", pre=pre, add_bos_token=not adds_bos))
@@ -140,7 +140,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     return [tokenizer.decode([id]) for id in tokenizer.encode(text, bos=False)]
 
 
-def test_pre_tokenizers_cut_digits_each_in_its_way(tmp_path):
+def test_pre_tokenizer_decides_how_digits_are_split(tmp_path):
     def cut(pre: str) -> list[str]:
         return pieces(load_tokenizer(small_bpe(tmp_path / f"{pre}.gguf", pre=pre)), "12 12")
 
@@ -150,15 +150,15 @@ def test_pre_tokenizers_cut_digits_each_in_its_way(tmp_path):
     assert cut("llama-bpe") == ["12", " ", "12"]
 
 
-def test_whole_words_of_llama3_are_taken_without_merges(tmp_path):
-    """`hello` is a token here that no merge makes."""
+def test_llama3_whole_word_tokens_are_used_without_merges(tmp_path):
+    """`hello` is a token that no merge produces."""
     for pre, expected in (("llama-bpe", ["hello"]), ("gpt-2", ["hell", "o"])):
         tokenizer = load_tokenizer(small_bpe(tmp_path / f"{pre}.gguf", pre=pre))
         assert pieces(tokenizer, "hello") == expected
 
 
-def test_qwens_text_is_composed_first_in_a_gguf_file_and_in_what_is_written_of_it(tmp_path):
-    """Qwen's own tokenizer.json says so; before, a GGUF file gave other tokens than its source."""
+def test_qwen_text_is_nfc_normalised_in_gguf_and_exported_files(tmp_path):
+    """Regression: GGUF files ignored the NFC of Qwen's tokenizer.json, and gave other tokens."""
     apart, composed = "cafe\u0301<s>", "caf\u00e9<s>"
     for pre, is_composed in (("qwen2", True), ("gpt-2", False)):
         path = small_bpe(tmp_path / f"{pre}.gguf", pre=pre)
@@ -169,8 +169,8 @@ def test_qwens_text_is_composed_first_in_a_gguf_file_and_in_what_is_written_of_i
             assert (tokenizer.encode(apart) == tokenizer.encode(composed)) is is_composed
 
 
-# One text that no two rules cut alike, and the pieces of each, found with the models' own
-# tokenizer.json files where these were at hand and with llama.cpp elsewhere.
+# A text that every two rules split differently, and its pieces under each rule. The pieces are from
+# the models' own tokenizer.json files, or from llama.cpp if no such file was at hand.
 TEXT = "I'Sx  aBc'll  1234!`\u0301=գ€e 你カ，\n (x)× \r\n"
 CUTS = {
     "default": "I|'|Sx| | aBc|'|ll| | |123|4|!|`\u0301|=|գ|€|e| 你カ|，|\n |(|x|)|×| \r\n",
@@ -201,17 +201,17 @@ def cutter(name: str) -> pre_tokenizers.PreTokenizer:
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_each_rule_cuts_a_hard_text_as_its_models_do(name):
+def test_each_pre_tokenizer_splits_a_hard_text_as_its_models_do(name):
     assert "|".join(piece for piece, _ in cutter(name).pre_tokenize_str(TEXT)) == CUTS[name]
 
 
-def test_no_rule_goes_without_a_text_that_tells_it_from_the_others():
+def test_hard_text_covers_and_distinguishes_every_pre_tokenizer():
     rules = {rule.patterns for rule in PRE_TOKENIZERS.values()}
     assert {PRE_TOKENIZERS[name].patterns for name in CUTS} == rules
     assert len(set(CUTS.values())) == len(rules)
 
 
-def test_the_families_that_take_whole_words_and_that_add_bos_are_those_of_llama_cpp():
+def test_whole_word_and_bos_families_equal_llama_cpp():
     llama3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"}
     bos = {name for name, rule in PRE_TOKENIZERS.items() if rule.adds_bos}
     assert bos == llama3 | {"midm-2.0", "lfm2", "tekken"}
@@ -220,7 +220,7 @@ def test_the_families_that_take_whole_words_and_that_add_bos_are_those_of_llama_
 
 
 def isolated(pattern: "regex.Pattern[str]", text: str) -> Iterator[str]:
-    """The matches of a pattern and what lies between them."""
+    """The matches of a pattern and the text between the matches."""
     end = 0
     for match in pattern.finditer(text):
         yield from (part for part in (text[end : match.start()], match.group()) if part)
@@ -231,7 +231,7 @@ def isolated(pattern: "regex.Pattern[str]", text: str) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CUTS)
-def test_patterns_mean_the_same_to_another_engine(name):
+def test_patterns_split_equally_in_another_regex_engine(name):
     patterns = [regex.compile(text, regex.VERSION1) for text in PRE_TOKENIZERS[name].patterns]
     cut = cutter(name)
     for text in random_texts(2000, seed=1):
@@ -241,7 +241,7 @@ def test_patterns_mean_the_same_to_another_engine(name):
         assert [piece for piece, _ in cut.pre_tokenize_str(text)] == pieces
 
 
-def test_the_tekken_pattern_cuts_as_mistrals_own_file_says():
+def test_tekken_pattern_splits_as_the_pattern_in_mistrals_file():
     oracle = regex.compile(json.loads(TEKKEN.read_text())["config"]["pattern"])
     cut = cutter("tekken")
     for text in random_texts(2000, seed=1):
@@ -250,8 +250,8 @@ def test_the_tekken_pattern_cuts_as_mistrals_own_file_says():
 
 
 @pytest.mark.slow
-def test_deepseeks_letters_are_those_of_its_own_list():
-    """The list has 2,729 characters in 95 runs, and these are at its edges."""
+def test_deepseek_letter_class_has_the_count_and_edges_of_its_list():
+    """DeepSeek's list has 2,729 characters in 95 ranges; the sets below are at edges of ranges."""
     letters = Regex(PRE_TOKENIZERS["deepseek-llm"].patterns[1].removeprefix(r"\s?"))
     every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
     split = pre_tokenizers.Split(letters, "removed", invert=True)
@@ -261,8 +261,8 @@ def test_deepseeks_letters_are_those_of_its_own_list():
     assert not set("\u00aa\u0561\u10d0\u1c80\u2d00\ua790\uab30\U0001d400") & set(chosen)
 
 
-def test_a_llama3_file_equals_metas_tokenizer(tmp_path):
-    """Merges are found as converters find them: the two tokens of lower rank that make a token."""
+def test_llama3_gguf_file_equals_metas_tokenizer(tmp_path):
+    """Merges are rebuilt as in converters: the two tokens of lower rank that form a token."""
     meta = real_tokenizer(LLAMA3)
     spell = bytes_to_unicode()
     ranks = {meta.vocabulary.piece(id): id for id in range(12_000)}
@@ -293,13 +293,13 @@ def test_a_llama3_file_equals_metas_tokenizer(tmp_path):
     assert n_compared > 300
 
 
-def test_a_file_without_a_tokenizer_says_so(tmp_path):
+def test_file_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(UsageError, match="contains no tokenizer"):
         load_tokenizer(gguf_file(tmp_path / "a.gguf"))
 
 
-def test_empty_tokens_are_rows_that_spell_nothing(tmp_path):
-    """Two of them counted as one token that appears twice, which is a fault of other tokens."""
+def test_empty_tokens_are_accepted_and_decode_to_nothing(tmp_path):
+    """Regression: two empty tokens were refused as one token that appears twice."""
     tokens = ["", "", *ALPHABET, "he"]
     types = [1] * len(tokens)
     path = small_bpe(tmp_path / "a.gguf", tokens=tokens, token_type=types, merges=["h e"])
@@ -308,7 +308,7 @@ def test_empty_tokens_are_rows_that_spell_nothing(tmp_path):
     assert ours.decode([0, 1, len(tokens) - 1]) == "he"
 
 
-def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path):
+def test_unknown_model_or_pre_is_refused_by_name(tmp_path):
     with pytest.raises(UsageError, match=r"'bert'.*gpt2 and llama"):
         load_tokenizer(small_bpe(tmp_path / "a.gguf", model="bert"))
     with pytest.raises(UsageError, match=r"'x{80}' tokenizer"):
@@ -335,7 +335,7 @@ def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path):
         ({"model": "llama"}, "scores has 0 items"),
     ],
 )
-def test_damaged_fields_are_named(tmp_path, changes, reason):
+def test_damaged_fields_are_refused_with_file_and_reason(tmp_path, changes, reason):
     path = small_bpe(tmp_path / "a.gguf", **changes)
     with pytest.raises(CheckpointError, match=reason) as caught:
         load_tokenizer(path)
@@ -346,8 +346,8 @@ def test_damaged_fields_are_named(tmp_path, changes, reason):
     ("limit", "reason"),
     [("MAX_MERGES", "there are 4 merges, more than 3"), ("MAX_ADDED", "2 tokens are special or")],
 )
-def test_more_than_a_library_can_take_in_seconds_is_refused(tmp_path, monkeypatch, limit, reason):
-    """A million added tokens took 20 s, and eight million merges 2.3 GB."""
+def test_too_many_merges_or_added_tokens_are_refused(tmp_path, monkeypatch, limit, reason):
+    """Regression: a million added tokens took 20 s, and eight million merges took 2.3 GB."""
     path = small_bpe(tmp_path / "a.gguf")
     for at_most, is_refused in ((4, False), (3 if limit == "MAX_MERGES" else 1, True)):
         monkeypatch.setattr(f"parallel_llama.tokenizer.gguf.{limit}", at_most)
