@@ -38,6 +38,7 @@ from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 _COMPUTED = torch.float32  # the dtype of sums over groups
 _LINE_BYTES = 64  # per cache line of a CPU; panels are aligned to cache lines
 _PACKED_AT_ONCE = 1 << 20  # integers; while they are packed, each takes several bytes
+_TERMS_AT_ONCE = 1 << 24  # of sums over groups; while they are computed, each takes 12 bytes
 
 # Fractions of a group's range that int4 quantisation tries. Clipping a few values allows finer
 # steps for the others.
@@ -294,17 +295,26 @@ def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
     if weight.form.is_float:
         wide = torch.promote_types(x.dtype, _COMPUTED)
         return F.linear(x.to(wide), weight.values().to(wide)).to(x.dtype)
+    integers, scales, mins = weight.part_numbers(), weight.part_scales(), weight.part_mins()
+    n_at_once = max(1, _TERMS_AT_ONCE // max(1, scales.numel()))
+    return torch.cat([_integer_gemm(rows, integers, scales, mins) for rows in x.split(n_at_once)])
+
+
+def _integer_gemm(x: Tensor, integers: Tensor, scales: Tensor, mins: Tensor | None) -> Tensor:
+    """`quant_gemm` with a matrix in integers; a row's bits do not depend on the other rows.
+
+    Shapes: x [T, in]; integers, scales and mins as `part_numbers`, `part_scales` and `part_mins`.
+    """
     rounded, x_scales = quantise_inputs(x)
-    integers = weight.part_numbers()
     inputs = _in_groups(rounded.flatten(1), integers.shape[2]).to(_COMPUTED)
     # Exact: these sums of integers fit in the 24 bits of a float32.
     dots = torch.einsum("tpi,opi->top", inputs, integers)
-    terms = dots * weight.part_scales()  # [T, out, n_groups * n_parts]
-    mins = weight.part_mins()
+    # With other strides, torch's order of summation would depend on the number of rows.
+    terms = dots.contiguous().mul_(scales)  # [T, out, n_groups * n_parts]
     if mins is not None:
         terms += inputs.sum(-1)[:, None] * mins
-    part_scales = _repeated(x_scales, weight.form.n_parts)
-    return (terms * part_scales[:, None]).sum(-1).to(x.dtype)
+    part_scales = _repeated(x_scales, QUANT_GROUP_SIZE // integers.shape[2])
+    return terms.mul_(part_scales[:, None]).sum(-1).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_llama.dtypes import QUANT_GROUP_SIZE, InputFormat
+from parallel_llama.dtypes import InputFormat
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.attention import (
     MAX_QUERIES,
@@ -34,8 +34,6 @@ from parallel_llama.ops.inputs import round_inputs
 from parallel_llama.ops.part_sums import Product
 from parallel_llama.ops.quant import PanelShape, quant_gemm
 from parallel_llama.parallel.collectives import Communicator
-
-_MAX_TERMS = 1 << 27  # numbers of a tensor in a quantised product
 
 
 class TorchOps:
@@ -118,12 +116,7 @@ class TorchOps:
         Shapes: x [T, in]; panels [n_panels, n_bytes] uint8; out [T, n_outputs], perhaps a view of
         some columns.
         """
-        weight = shape.unpack(panels, out.shape[1])
-        # A product of integers has a number for each row, output and group of inputs.
-        n_terms = out.shape[1] * (weight.shape[1] // QUANT_GROUP_SIZE)
-        n_rows = max(1, _MAX_TERMS // max(1, n_terms))
-        for start in range(0, len(x), n_rows):
-            out[start : start + n_rows] = quant_gemm(x[start : start + n_rows], weight)
+        out.copy_(quant_gemm(x, shape.unpack(panels, out.shape[1])))
 
     def quant_embedding(
         self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0

@@ -290,7 +290,7 @@ def make_communicator(
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
         gpus: Communicator = comm
         if is_shared:  # on one host, GPUs may read each other's memory
-            shared = partial(symmetric_memory, group, device)
+            shared = partial(symmetric_memory, comm, group, device)
             gpus = with_one_shot_sums(comm, device, shared, seconds_on_gpu, dtype)
         return ByDevice(host, gpus, comm.require_not_aborted)
     except RankError:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.cuda_graphs import GraphRecorder
+from parallel_llama.parallel.gpu import gpu_id
 
 # Sums of more elements always use NCCL; sums of _TIMED_ELEMENTS are timed.
 _MAX_ELEMENTS = 1 << 18
@@ -102,12 +103,17 @@ def with_one_shot_sums(
     return OneShotSums(gpus, one_shot, max_elements) if max_elements else gpus
 
 
-def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
+def symmetric_memory(gpus: Communicator, group: dist.ProcessGroup, device: torch.device) -> OneShot:
     """The one-shot function over symmetric memory of the GPUs of a group.
 
-    Raises: RuntimeError, AttributeError or ImportError if torch or the GPUs do not support it.
+    Raises: RuntimeError on all ranks if a GPU cannot access the memory of another; RuntimeError,
+    AttributeError or ImportError if torch or the GPUs do not support symmetric memory.
     Collective: every rank calls it.
     """
+    # Without peer access, the rendezvous of torch may end the process with SIGFPE. All ranks agree
+    # before the rendezvous, in which a rank waits for the others.
+    if not _all_ranks(gpus, _has_peer_access(gpus, device), device):
+        raise RuntimeError("a GPU cannot access the memory of another GPU")
     import torch.distributed._symmetric_memory as memory  # not in every torch
 
     buffer = memory.empty(_MAX_ELEMENTS, dtype=torch.float32, device=device)
@@ -139,6 +145,24 @@ def seconds_on_gpu(call: Callable[[], object]) -> float:
         stop.synchronize()
         times_s.append(start.elapsed_time(stop) / 1e3 / _ROUNDS)
     return median(times_s)
+
+
+def _has_peer_access(gpus: Communicator, device: torch.device) -> bool:
+    """Whether this rank's GPU can access the memory of the GPU of every other rank.
+
+    False for a GPU that this process does not see.
+
+    Collective: one all_gather.
+    """
+    own_id = torch.tensor(list(gpu_id(device).encode()), dtype=torch.uint8, device=device)
+    ids = [bytes(row).decode() for row in gpus.all_gather(own_id).tolist()]
+    visible = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    by_id = {gpu_id(each): each for each in visible}
+    return all(
+        other in by_id and torch.cuda.can_device_access_peer(device, by_id[other])
+        for rank, other in enumerate(ids)
+        if rank != gpus.rank
+    )
 
 
 def _is_right(one_shot_sums: Communicator, gpus: Communicator, device: torch.device) -> bool:

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
 from parallel_llama.errors import ranks_do
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, is_on_gpu
 from parallel_llama.parallel.failures import RankError, first_line, late
 from parallel_llama.parallel.rank_stacks import own_evidence, record_stacks
 from parallel_llama.parallel.sealed_store import ForgedValue
@@ -42,6 +43,24 @@ _KEEPALIVE_S, _POLL_S = 1.0, 0.05
 _WAIT_POLL_S = 0.1
 
 _MAX_DIGITS = 18  # of a count
+
+
+class EndOnGPU:
+    """The end of a collective in the current stream of this thread's GPU.
+
+    NCCL's handle is completed as soon as NCCL has found an error, such as the end of a rank on
+    another host, although the kernel still waits for that rank.
+
+    The stream must not be captured, because a captured event cannot be queried. CUDA graphs contain
+    no all_gather: `plan.why_unrecorded` excludes the steps that need one.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        work.wait()  # the stream waits, and the host continues
+        self._event = torch.cuda.current_stream().record_event()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
 
 
 class ProcessGroup(Communicator):
@@ -93,7 +112,7 @@ class ProcessGroup(Communicator):
                 work = self._group._allgather_base(gathered.view(-1), flat)
                 # Watching all_gathers is enough: each step ends with an all_gather.
                 if self._watchdog is not None:
-                    self._watchdog.add(work)
+                    self._watchdog.add(EndOnGPU(work) if is_on_gpu(x) else work)
                 work.wait()
         return gathered
 

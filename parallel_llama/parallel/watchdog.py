@@ -25,7 +25,7 @@ _NOTICE_S = 10.0  # for the host to use the group after an abort, and so notice 
 
 
 class Work(Protocol):
-    """The handle that torch returns for a collective in flight."""
+    """A collective in flight: torch's handle, or its end on a GPU."""
 
     def is_completed(self) -> bool: ...
 

@@ -11,6 +11,7 @@ from quant_samples import (
     FP8,
     INT4_MIN,
     INT8,
+    INTEGER_FORMS,
     INTEGERS,
     a_matrix,
     blocks_of,
@@ -20,7 +21,7 @@ from quant_samples import (
 )
 
 from parallel_llama.dtypes import QUANT_GROUP_SIZE
-from parallel_llama.ops import torch_ops
+from parallel_llama.ops import quant
 from parallel_llama.ops.cpu.embedding import QuantEmbeddingKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
@@ -317,24 +318,34 @@ def test_16_bit_matrix_gives_same_bits_as_its_float32_copy(kernel, stored, machi
         assert torch.equal(narrow(x, weight), wide(x, weight.float()))
 
 
-@pytest.mark.parametrize("form", [INT8, INT4_MIN])
-def test_quantised_product_in_pieces_of_rows_has_equal_bits(form, monkeypatch):
-    """It needs a number for each row, output and group; a GPU had memory for few rows."""
-    weight = quantise(torch.randn(7, 96, generator=torch.Generator().manual_seed(1)), form)
-    shape = weight.panel_shape(16)
-    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
-    expected = quant_gemm(x, weight)
-    for n_terms in (1, 7 * 3 * 2, 1 << 27):
-        monkeypatch.setattr(torch_ops, "_MAX_TERMS", n_terms)
-        out = torch.empty(5, 7)
-        TorchOps().quant_gemm(x, shape.pack(weight), shape, out)
-        assert torch.equal(out, expected)
+@INTEGER_FORMS
+@pytest.mark.parametrize("n_at_once", [1, 3, 16, 300])
+def test_torch_product_has_equal_bits_for_any_number_of_rows_at_once(monkeypatch, form, n_at_once):
+    """Torch summed the groups of a row in an order that depended on the number of rows.
+
+    Matrices without outputs or inputs are included: a rank may have none.
+    """
+    for k, m in ((320, 17), (4096, 33), (64, 0), (0, 5)):
+        x, weight = torch.randn(41, k), a_matrix(form, m, k)
+        whole = quant_gemm(x, weight)
+        n_terms = n_at_once * m * (k // QUANT_GROUP_SIZE) * form.n_parts
+        monkeypatch.setattr(quant, "_TERMS_AT_ONCE", n_terms)
+        assert torch.equal(quant_gemm(x, weight), whole)
+        for n_rows in (0, 1, 2, 7, 40):
+            assert torch.equal(quant_gemm(x[:n_rows], weight), whole[:n_rows])
 
 
-def test_quantised_product_of_a_rank_without_outputs_is_empty():
-    weight = quantise(torch.randn(4, 64), INT8).select_rows(slice(0))
-    out = torch.empty(5, 0)
-    TorchOps().quant_gemm(
-        torch.randn(5, 64), weight.panel_shape(16).pack(weight), weight.panel_shape(16), out
-    )
-    assert out.shape == (5, 0)
+def test_terms_of_torch_product_are_limited_for_any_number_of_rows(monkeypatch):
+    """The terms of a prompt of a few hundred tokens exhausted a GPU without Triton."""
+    sizes: list[int] = []
+    einsum = torch.einsum
+
+    def measure(*args):
+        dots = einsum(*args)
+        sizes.append(dots.numel())
+        return dots
+
+    monkeypatch.setattr(quant, "_TERMS_AT_ONCE", 1000)
+    monkeypatch.setattr(torch, "einsum", measure)
+    quant_gemm(torch.randn(100, 96), a_matrix(INT4_MIN, 40, 96))
+    assert max(sizes) <= 1000 and sum(sizes) == 100 * 40 * 3

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ranks import SOON_S, Ranks
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from parallel_llama.parallel import communicators
+from parallel_llama.parallel import communicators, process_group
 from parallel_llama.parallel.collectives import (
     ByDevice,
     Communicator,
@@ -309,3 +310,28 @@ def test_nccl_watchdog_variable_is_restored_and_user_value_kept(monkeypatch, bef
 
 def test_cpu_and_meta_tensors_are_not_on_a_gpu():
     assert not is_on_gpu(torch.ones(1)) and not is_on_gpu(torch.ones(1, device="meta"))
+
+
+def wait_for_kernel(comm: Communicator) -> str:
+    """The error of a rank whose kernel ends only if the watchdog aborts it."""
+    is_ended = threading.Event()
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=is_ended.is_set))
+    gpus = queueing(comm, 0.5, is_ended.set)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "is_on_gpu", is_float64)
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
+        gpus.all_gather(torch.ones(4, dtype=torch.float64))
+    is_ended.wait(10.0)
+    try:
+        gpus.require_not_aborted()
+    except RankError as error:
+        return str(error)
+    finally:
+        gpus.close()
+    return "no error"
+
+
+def test_collective_is_watched_until_its_kernel_ends(ranks):
+    """NCCL's handle is completed after an error, and a rank waited forever for the kernel."""
+    for heard in ranks(2).run(wait_for_kernel):
+        assert "(no progress for 0.5 s)" in heard

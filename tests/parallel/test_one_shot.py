@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,11 @@ from thread_ranks import ThreadComm, run_on_threads
 from torch import Tensor
 
 from parallel_llama.parallel import one_shot
-from parallel_llama.parallel.one_shot import OneShotSums, with_one_shot_sums
+from parallel_llama.parallel.one_shot import (
+    OneShotSums,
+    symmetric_memory,
+    with_one_shot_sums,
+)
 
 CPU = torch.device("cpu")
 SIZES = [1 << n for n in range(10, 19, 2)]
@@ -166,3 +172,48 @@ def test_no_rank_uses_one_shot_if_one_gpu_cannot_read_its_peers():
         assert made.n_shots == 0
 
     run_on_threads(3, run)
+
+
+@pytest.mark.parametrize(
+    ("n_visible", "unreachable"), [(3, (2, 0)), (3, (0, 1)), (2, None)], ids=str
+)
+def test_symmetric_memory_is_not_allocated_without_peer_access(monkeypatch, n_visible, unreachable):
+    """On GPUs without peer access, torch's rendezvous ended the process with SIGFPE."""
+    memory = pytest.importorskip("torch.distributed._symmetric_memory")
+    allocated: list[object] = []
+
+    def can_access(device: torch.device, other: torch.device) -> bool:
+        assert device.index != other.index
+        return (device.index, other.index) != unreachable
+
+    monkeypatch.setattr(one_shot, "gpu_id", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    monkeypatch.setattr(memory, "empty", lambda *_, **__: allocated.append(None))
+
+    def run(comm: ThreadComm) -> None:
+        own = torch.device("cpu", comm.rank)
+        group = SimpleNamespace(group_name="0")
+        make = partial(symmetric_memory, comm, group, own)
+        assert with_one_shot_sums(comm, own, make, faster_up_to(1 << 20)) is comm
+
+    run_on_threads(3, run)
+    assert not allocated
+
+
+def test_symmetric_memory_is_allocated_if_every_gpu_can_access_every_other(monkeypatch):
+    memory = pytest.importorskip("torch.distributed._symmetric_memory")
+    joined: list[object] = []
+    monkeypatch.setattr(one_shot, "gpu_id", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(memory, "empty", lambda n, **_: torch.empty(n))
+    monkeypatch.setattr(memory, "rendezvous", lambda _, group: joined.append(group))
+
+    def run(comm: ThreadComm) -> None:
+        own, group = torch.device("cpu", comm.rank), SimpleNamespace(group_name="0")
+        with suppress(AttributeError):  # torch for the CPU may have no such operator
+            symmetric_memory(comm, group, own)
+
+    run_on_threads(3, run)
+    assert len(joined) == 3
