@@ -1,4 +1,4 @@
-"""Rules of the source whose violation no other test would detect.
+"""Rules of the source that no other test checks.
 
 Each rule is a function from a module's syntax tree to its violations, and is tested on a small
 source that violates it.

@@ -268,11 +268,8 @@ class HFFolder(TensorFiles):
         columns: range,
     ) -> Tensor:
         """A block of one tensor, with `n_columns` columns, of a matrix with scales."""
-        dtype = TYPES[self._tensors[matrix.base + suffix][1].dtype]
-        width = dtype.itemsize
-        byte_columns = range(columns.start * width, columns.stop * width)
-        data = self._bytes(matrix.base, suffix, n_columns * width, rows, byte_columns)
-        return data.view(-1).view(dtype).view(len(rows), len(columns))
+        path, tensor = self._tensors[matrix.base + suffix]
+        return self._files[path].block(tensor.offset, TYPES[tensor.dtype], n_columns, rows, columns)
 
     def _require_shape(self, matrix: ScaledMatrix) -> None:
         """Refuse packed integers if the shape in weight_shape is not the model's."""

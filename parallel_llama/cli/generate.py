@@ -52,6 +52,7 @@ def prepare(flags: Flags) -> Job:
     path = None if output is None else check_path(output, flags[prompts.PROMPTS])
     adapter = model.only_adapter(flags)
     inputs, n_ranks = model.check_model(flags)
+    device = model.device_kind(flags[model.DEVICE], n_ranks)
     ranks: dict[str, int] = {}
     warn_of_host(flags, flags[model.MODEL], inputs.files, inputs.args, n_ranks)
 
@@ -76,7 +77,7 @@ def prepare(flags: Flags) -> Job:
                     quant=flags[model.QUANT],
                     random_weights=flags[model.RANDOM_WEIGHTS],
                     adapter=_adapter_digest(flags, inputs),
-                    device=model.device_kind(flags[model.DEVICE], n_ranks),
+                    device=device,
                     kv_cache_dtype=flags[model.KV_CACHE_DTYPE],
                     attention_sinks=flags[model.ATTENTION_SINKS],
                     max_seq_len=inputs.max_seq_len,

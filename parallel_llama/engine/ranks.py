@@ -671,7 +671,7 @@ def _cpu_facts(setup: ModelSetup) -> Mapping[str, str]:
         return {}
     vectors = f"vectors of {this_machine().vector_bytes} bytes"
     kind = vectors if has_kernels() else "torch's operators"
-    return {"kernels of the CPU, which experts and exact sums need equal": kind}
+    return {"kernels of the CPU (without experts, --no-exact allows different ones)": kind}
 
 
 def _gpu_facts(setup: ModelSetup) -> Mapping[str, str]:

@@ -297,7 +297,9 @@ def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
         return F.linear(x.to(wide), weight.values().to(wide)).to(x.dtype)
     integers, scales, mins = weight.part_numbers(), weight.part_scales(), weight.part_mins()
     n_at_once = max(1, _TERMS_AT_ONCE // max(1, scales.numel()))
-    return torch.cat([_integer_gemm(rows, integers, scales, mins) for rows in x.split(n_at_once)])
+    return torch.cat(
+        [_integer_gemm(rows, integers, scales, mins) for rows in torch.split(x, n_at_once)]
+    )
 
 
 def _integer_gemm(x: Tensor, integers: Tensor, scales: Tensor, mins: Tensor | None) -> Tensor:

@@ -452,32 +452,29 @@ def test_prompts_are_read_from_stdin_and_pipes(run, monkeypatch, tmp_path):
     assert "a folder; give a file in it" in run("--prompts", str(tmp_path))[2]
 
 
-def test_rank_0_reads_prompts_from_shell_pipes_and_stdin(model):
-    """Regression: the process that starts the ranks read the input and left none for rank 0."""
-    generate = f"{sys.executable} -m parallel_llama generate --model {model} --nproc 2"
-    line = json.dumps({"prompt": "Hi"})
-    answers = []
-    for source in (f"--prompts <(echo '{line}')", f"--prompts - <<<'{line}'", "--prompt - <<<Hi"):
-        done = subprocess.run(
-            ["bash", "-c", f"{generate} --json --max-tokens 4 {source}"],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=250,
-        )
-        assert done.returncode == 0, done.stderr
-        answers.append(json.loads(done.stdout)["tokens"])
-    assert answers == [answers[0]] * 3
-    schema = '{"enum": [1]}'
+def generate_in_bash(model: Path, flags: str) -> dict[str, Any]:
+    """The completion of a prompt on two ranks, with flags that a shell expands."""
+    command = (
+        f"{sys.executable} -m parallel_llama generate --model {model} --nproc 2 --json {flags}"
+    )
     done = subprocess.run(
-        ["bash", "-c", f"{generate} --json --prompt Hi --json-schema <(echo '{schema}')"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=250,
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=250
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["text"] == "1"
+    return json.loads(done.stdout)
+
+
+def test_rank_0_reads_prompts_from_shell_pipes_and_stdin(model):
+    """Regression: the process that starts the ranks read the input and left none for rank 0."""
+    line = json.dumps({"prompt": "Hi"})
+    sources = (f"--prompts <(echo '{line}')", f"--prompts - <<<'{line}'", "--prompt - <<<Hi")
+    answers = [generate_in_bash(model, f"--max-tokens 4 {each}")["tokens"] for each in sources]
+    assert answers == [answers[0]] * 3
+
+
+def test_every_rank_reads_the_schema_from_a_shell_pipe(model):
+    answer = generate_in_bash(model, """--prompt Hi --json-schema <(echo '{"enum": [1]}')""")
+    assert answer["text"] == "1"
 
 
 def test_logprobs_are_shown_with_token_texts(run):

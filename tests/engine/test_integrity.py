@@ -68,7 +68,7 @@ def run_request(engine: Engine, prompt: Iterable[int], max_tokens: int = 3) -> N
 def steps_until_found(
     fault: Callable[[Engine], object], named: str, size: int = 3, *, exact: bool = False
 ) -> int:
-    """The number of steps from a fault to its error, whose message matches `named`."""
+    """The number of steps from a fault to its error; the error's message matches `named`."""
     failed_at: list[int] = []
     with pytest.raises(IntegrityError, match=named):
         run_on_threads(size, run_with_fault, fault, failed_at, exact)

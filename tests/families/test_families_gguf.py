@@ -274,7 +274,7 @@ def test_offset_of_1_is_subtracted_from_quantised_norms(tmp_path):
 
 
 def test_qwen3moe_reads_a_width_of_shared_experts_only_if_it_is_0():
-    """llama.cpp's converter writes it for Qwen3-Coder, whose config.json has it."""
+    """llama.cpp's converter writes the width for Qwen3-Coder, because config.json has it."""
     keys = {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 0}
 
     def features(**own: int) -> dict[str, Any]:

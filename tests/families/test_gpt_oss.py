@@ -139,7 +139,7 @@ def test_logits_match_transformers_for_every_split(folders, cut):
 
 
 def test_reshard_resumes_between_two_interleaved_weights(folders, tmp_path, monkeypatch):
-    """The journal may record w1 of an expert, whose bytes are written together with w3's."""
+    """The journal may record w1 of an expert; its bytes are written together with those of w3."""
     source, expected = folders["7/1"], moved(folders["7/1"], tmp_path / "expected", "hf")
     monkeypatch.setattr(tensor_writer, "FLUSH_BYTES", 0)  # each tensor is recorded at once
     real = DirectFile.write

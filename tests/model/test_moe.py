@@ -257,7 +257,7 @@ class _Lowest:
 
 @pytest.mark.parametrize("ranks_per_expert", [1, 2, 3])
 def test_ties_at_the_top_k_cutoff_are_broken_alike_on_all_ranks(tied, ranks_per_expert):
-    """Compares with transformers, whose torch.topk is patched to take the first of equal values."""
+    """Compares with transformers; torch.topk is patched to take the first of equal values."""
     with _Lowest():
         expected = reference_logits(tied, TOKENS)
     cut = {"ranks_per_expert": ranks_per_expert}

@@ -214,7 +214,7 @@ def in_blocks(values, form):
 
 
 class StoredInBlocks(Kept):
-    """The weights as in a file whose blocks are used unchanged."""
+    """Weights as in a file of quantised blocks, which are used unchanged."""
 
     def _whole(self, param, form):
         return in_blocks(self._source.read(param, range(param.shape[param.dim])), form)
@@ -256,7 +256,7 @@ def test_unsupported_quantisation_is_refused_with_a_remedy():
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_quantised_model_keeps_its_device_and_dtype(name):
-    """On the meta device, whose tensors cannot be combined with those of another device."""
+    """On the meta device: its tensors cannot be combined with those of another device."""
     meta, precision = torch.device("meta"), make_precision(ARGS, "bfloat16", "cuda", name)
     assert precision.computed == "bfloat16"
     comm, plan = Solo(), make_plan(ARGS, 1, quant_group_size=precision.quant_group_size)

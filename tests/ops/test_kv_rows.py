@@ -48,7 +48,7 @@ def test_stored_values_are_as_close_as_the_format_allows(
 ) -> None:
     x = hard_rows(dtype, 64).double()
     largest = x.abs().amax(-1, keepdim=True)
-    whole = ((largest == 0) | (largest > 1e-30))[:, 0]  # rows whose scale is a normal number
+    whole = ((largest == 0) | (largest > 1e-30))[:, 0]  # rows with a normal number as scale
     x, largest = x[whole], largest[whole]
     allowed = {
         torch.bfloat16: x.abs() * 2.0**-8,

@@ -81,7 +81,7 @@ def test_small_sums_use_one_shot_and_other_sums_the_group(tp_size):
 
 
 def test_exchanges_are_timed_in_the_dtype_of_the_model():
-    """Regression: float32 was timed for a bfloat16 model, whose sums are half as many bytes."""
+    """Regression: float32 was timed for a bfloat16 model; its sums have half as many bytes."""
 
     def run(comm: ThreadComm) -> set[torch.dtype]:
         seen: set[torch.dtype] = set()
