@@ -69,7 +69,7 @@ def on(kind: str, n_experts: int = 0, memory: tuple[float, ...] | None = None) -
     args = SimpleNamespace(n_experts=n_experts)
     return SimpleNamespace(
         inputs=SimpleNamespace(files=None), config=config, kind=kind, device=device,
-        args=args, plan=None, adapters={}, draft=None,
+        args=args, plan=None, adapters={}, draft=None, exact=False,
     )  # fmt: skip
 
 
