@@ -76,7 +76,8 @@ class Manifest(
 
     Args:
         files: all files of the folder except the manifest.
-        units: in native folders, the hashes of the units of each stored tensor.
+        units: in native folders, the hashes of the units of each stored tensor; empty for models
+            with very many units.
         own: the hash of the manifest's text without this field; set by `write_manifest`.
 
     Raises: ValueError for a file name outside the folder.

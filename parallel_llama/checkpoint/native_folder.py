@@ -127,6 +127,10 @@ class Part:
         per, n = (self.per, self.n) if dim else (self.height, 1)
         return range(of_weight.start // per * n, -(-of_weight.stop // per) * n)
 
+    @property
+    def n_units(self) -> int:
+        return -(-self.param.shape[self.param.dim] // self.unit)
+
     def unit_spans(self, span: range) -> list[range]:
         """The byte range of each unit, in order; the tensor has the byte range `span`."""
         size, n_bytes = self.param.shape[self.param.dim], len(span)

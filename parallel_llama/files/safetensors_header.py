@@ -18,7 +18,8 @@ from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.fields import without_repeats
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS = 100_000
+# A mixture of experts in 4 bits has several tensors for each matrix of each expert in one file.
+MAX_TENSORS = 500_000
 MAX_DIMS = 8
 
 # Bits per value of each dtype of the format; `dtypes.STORED` has the dtypes of models.

@@ -66,7 +66,8 @@ class Layout(ABC):
     ) -> dict[str, list[int]]:
         """The number of bytes of each hashed unit, by stored tensor, in the order of `parts`.
 
-        Only native folders have hashes of units; a quantised weight has several stored tensors.
+        Only native folders have hashes of units, and only models without very many units; a
+        quantised weight has several stored tensors.
         """
         return {}
 

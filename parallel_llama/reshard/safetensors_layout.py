@@ -37,12 +37,15 @@ from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
+from parallel_llama.files.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text
 from parallel_llama.reshard.target_folder import TargetKind
 
 # Tensor data begins at a page boundary; with common shapes, so does every tensor.
 HEADER_ALIGNMENT = 4096
+# A model of many experts has tens of millions of units. Each hash takes 71 bytes of the manifest.
+MAX_UNIT_HASHES = 500_000
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class SafetensorsLayout(Layout):
         stored: the tensors, by their names in the files.
         locations: the file name and byte offset of each tensor, by its name in the files.
 
-    Raises: UsageError if there are more files than tensors, or a stored tensor holds weights of
-    several dtypes.
+    Raises: UsageError if there are more files than tensors, a file would have more tensors than can
+    be read, or a stored tensor holds weights of several dtypes.
     """
 
     def __init__(
@@ -95,6 +98,12 @@ class SafetensorsLayout(Layout):
             # single bytes comes among those of two bytes if its size is even, and otherwise last.
             ordered = sorted(tensors, key=lambda t: -max(2 - t.n_bytes % 2, t.dtype.itemsize))
             header = _header(ordered)
+            if len(ordered) > MAX_TENSORS or len(header) > MAX_HEADER_BYTES:
+                raise UsageError(
+                    f"{name} would have {len(ordered)} tensors with a header of {len(header)} "
+                    f"bytes; a file has at most {MAX_TENSORS} tensors and {MAX_HEADER_BYTES} bytes "
+                    f"of header; use a --tp larger than {len(names)}"
+                )
             offset = len(header)
             for tensor in ordered:
                 self.locations[tensor.name] = name, offset
@@ -180,7 +189,8 @@ class NativeLayout(SafetensorsLayout):
     `formats` has the formats of quantised weights, `inputs` the formats to which matrices round
     their inputs.
 
-    Raises: UsageError if there are more files than tensors.
+    Raises: UsageError if there are more files than tensors, or a file would have more tensors than
+    can be read.
     """
 
     kind: TargetKind = "native"
@@ -200,11 +210,14 @@ class NativeLayout(SafetensorsLayout):
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         slices: dict[str, StoredSlice] = {}
         stored_dtypes: dict[str, torch.dtype] = {}
+        n_units = 0
         for weight in parameters(args):
             for part in self._storage.parts_of(weight):
                 name = part.param.name
                 slices[name] = whole(name, part.shape)
                 stored_dtypes[name] = dtypes[name] if part.dtype is None else dtype_of(part.dtype)
+                n_units += part.n_units
+        self._has_unit_hashes = n_units <= MAX_UNIT_HASHES
         super().__init__(args, stored_dtypes, names, slices)
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
@@ -230,6 +243,8 @@ class NativeLayout(SafetensorsLayout):
         return {"native.json": json_text(config)}
 
     def unit_bytes(self, param: Param) -> dict[str, list[int]]:
+        if not self._has_unit_hashes:
+            return {}
         return {
             part.param.name: [
                 len(span) for span in part.unit_spans(range(self.stored[part.param.name].n_bytes))
