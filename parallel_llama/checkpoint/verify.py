@@ -44,6 +44,8 @@ from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, find_model
 from parallel_llama.files.safetensors_header import FileTensor
 
+_FIRST = "consolidated.00.pth"
+
 
 def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list[tuple[str, range]]:
     """The weights of a .safetensors, .bin, .pth or .gguf file and their bytes, in order of offset.
@@ -110,6 +112,11 @@ class Damage:
             return [f"{name}: damaged in its header: {str(error)[:500]}"]
         if spots:
             return [f"{name}: damaged in {spot}" for spot in spots]
+        if not because and self._has_copy_of_embeddings():
+            return [
+                f"{name}: damaged in output.weight, its copy of the tied embeddings, or outside "
+                "the tensors"
+            ]
         if not because:
             return [f"{name}: damaged outside the tensors: in its header or between them"]
         if is_only_one:
@@ -118,7 +125,8 @@ class Damage:
 
     def _spots(self, name: str) -> list[str]:
         path, layout = self.folder / name, self.manifest.layout
-        damaged = []
+        damaged: list[str] = []
+        uncertain: list[str] = []
         for tensor, tensor_span in locations(path, "hf" if layout == "hf" else None, self.args):
             weight = weight_of(tensor) if layout == "native" else tensor
             entry, part = self.manifest.tensors.get(weight), self.parts.get(tensor)
@@ -133,8 +141,16 @@ class Damage:
                     if hash_file(path, span=span) != unit
                 ]
             elif self._is_damaged(path, weight, tensor_span, entry):
-                damaged.append(f"{tensor}, bytes {tensor_span.start} to {tensor_span.stop}")
-        return damaged
+                # The manifest has the norms of Meta's first file; those of other files may differ.
+                is_own_norm = layout == "meta" and name != _FIRST and "norm" in tensor
+                (uncertain if is_own_norm else damaged).append(
+                    f"{tensor}, bytes {tensor_span.start} to {tensor_span.stop}"
+                )
+        return damaged or uncertain
+
+    def _has_copy_of_embeddings(self) -> bool:
+        """Whether the files have tied embeddings twice, but the manifest has one hash of them."""
+        return self.manifest.layout == "meta" and bool(self.args and self.args.tied_embeddings)
 
     def _is_damaged(self, path: Path, tensor: str, span: range, entry: TensorEntry) -> bool:
         n_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
+from itertools import product
 from typing import Any
 
 from parallel_llama.config.generation import GenerationDefaults
@@ -63,8 +64,11 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {
 _OLD_ROPE_TYPES = {"su": "longrope"}
 # The first YaRN models have the key `finetuned`, which does not change the model.
 _ROPE_COMMON = {"rope_type", "type", "rope_theta", ROTARY_PART, "finetuned"}
+# Keys of vLLM's YaRN, which transformers ignores; attn_factor is not attention_factor.
+_ROPE_UNREAD = {"attn_factor", "extrapolation_factor"}
 
 # Trained contexts that `llama3_from_factors` tries; Llama 3.1 to 3.3 have 8192.
+_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3.1 to 3.3, and of Llama 4 Scout
 _TRAINED_CONTEXTS = [1 << power for power in (*range(13, 4, -1), *range(14, 21))]
 
 # Tolerance for factors that were computed in float32; other trained contexts differ far more.
@@ -300,7 +304,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
             f"{did_you_mean(kind, _ROPE_TYPES)}"
         )
     try:
-        rope.require_known(_ROPE_COMMON.union(*_ROPE_TYPES.values()))
+        rope.require_known(_ROPE_COMMON.union(_ROPE_UNREAD, *_ROPE_TYPES.values()))
     except UsageError as error:
         raise UsageError(f"among the rope settings: {error}") from error
     read = _ROPE_COMMON.union(_ROPE_TYPES[kind])
@@ -447,8 +451,8 @@ def llama3_from_factors(args: ModelArgs, factors: tuple[float, ...]) -> RopeScal
 
     Raises: UsageError if no llama3 scaling has them.
     """
-    for trained in _TRAINED_CONTEXTS:
-        scaling = RopeScaling("llama3", factors[-1], trained, 1.0, 4.0)
+    for high, trained in product(_HIGH_FACTORS, _TRAINED_CONTEXTS):
+        scaling = RopeScaling("llama3", factors[-1], trained, 1.0, high)
         expected = _llama3_factors(args, scaling)
         if all(
             math.isclose(factor, other, rel_tol=_SAME_FACTOR)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from checkpoint_samples import TINY, meta_shards, weights_of, write_meta
 from meta_oracle import fairscale_alone, meta_logits
-from reshard_samples import fill, hashes_of, read, write
+from reshard_samples import fill, hashes_of, moved, read, write, write_model
 from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
 from transformers_oracle import reference_logits
 
 from parallel_llama.checkpoint.meta_folder import NORM_VARIANTS, differing_norms, norm_variants
+from parallel_llama.checkpoint.verify import locations, verify
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families.model_args import ModelArgs
@@ -284,6 +285,32 @@ def test_differing_norms_are_restored_with_the_original_file_count(two_norms, tm
     for state, shard in zip(states(two), expected, strict=True):
         for name, tensor in shard.items():
             assert state[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+
+
+def test_norms_of_later_files_are_not_reported_as_damaged(two_norms, tmp_path):
+    """Regression: norms that differ between files were reported beside the damaged tensor."""
+    folder = moved(two_norms.path, tmp_path / "out", "meta", 2)
+    path = folder / "consolidated.01.pth"
+    flip_byte_of(path, "layers.1.attention.wq.weight")
+    (problem,) = verify(str(folder)).problems
+    assert problem.startswith(f"{path.name}: damaged in layers.1.attention.wq.weight, bytes")
+
+
+@pytest.mark.parametrize("n_files", [1, 2])
+def test_damage_in_the_copy_of_tied_embeddings_is_reported(tmp_path, n_files):
+    """Regression: the report said that the damage was outside the tensors."""
+    source = write_model(tmp_path / "hf", replace(TINY, tied_embeddings=True))
+    folder = moved(source, tmp_path / "meta", "meta", n_files)
+    flip_byte_of(folder / "consolidated.00.pth", "output.weight")
+    (problem,) = verify(str(folder)).problems
+    assert "damaged in output.weight, its copy of the tied embeddings, or outside" in problem
+
+
+def flip_byte_of(path: Path, tensor: str) -> None:
+    at = dict(locations(path, None, None))[tensor].start
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def test_equal_norms_write_no_variants_file(tmp_path):

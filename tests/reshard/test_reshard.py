@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from parallel_llama.checkpoint.manifest import read_manifest
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
-from parallel_llama.config.hf import hf_config
+from parallel_llama.config.hf import hf_config, llama3_from_factors
 from parallel_llama.config.layouts import load_generation_defaults, load_model_args
 from parallel_llama.errors import DamagedWeights, UsageError
 from parallel_llama.families import parameters
@@ -251,18 +251,18 @@ def test_json_reports_files_bytes_seconds_and_peak_memory(source, tmp_path, caps
 LLAMA_3_1 = replace(ARGS, dim=1152, head_dim=128, rope_theta=500000.0, max_seq_len=131072)
 
 
-def llama3_factors(args: ModelArgs, factor: float) -> tuple[float, ...]:
+def llama3_factors(args: ModelArgs, factor: float, high: float = 4) -> tuple[float, ...]:
     """rope_freqs.weight as converters to GGUF compute it, in float32."""
     freqs = 1.0 / args.rope_theta ** (torch.arange(0, args.head_dim, 2).float() / args.head_dim)
     factors = []
     for freq in freqs:
         wavelength = 2 * torch.pi / freq
-        if wavelength < 8192 / 4:
+        if wavelength < 8192 / high:
             factors.append(1.0)
         elif wavelength > 8192:
             factors.append(factor)
         else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
+            smooth = (8192 / wavelength - 1) / (high - 1)
             factors.append(float(1 / ((1 - smooth) / factor + smooth)))
     return tuple(factors)
 
@@ -280,6 +280,16 @@ def test_rope_factors_of_a_gguf_file_become_llama3_scaling(factor):
     }
 
 
+def test_rope_factors_of_llama_4_scout_become_llama3_scaling():
+    """Regression: only the high_freq_factor of Llama 3.1 was tried."""
+    factors = llama3_factors(LLAMA_3_1, 16.0, high=1)
+    scaling = RopeScaling("factors", factors=factors)
+    rope = hf_config(replace(LLAMA_3_1, rope_scaling=scaling))["rope_scaling"]
+    assert (rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]) == (1.0, 1.0, 16.0)
+    again = replace(LLAMA_3_1, rope_scaling=llama3_from_factors(LLAMA_3_1, factors))
+    assert hf_config(again)["rope_scaling"] == rope
+
+
 def test_unknown_rope_factors_are_refused_for_hf():
     factors = [*llama3_factors(LLAMA_3_1, 8.0)]
     factors[40] *= 1.01
@@ -295,3 +305,28 @@ def test_a_manifest_names_every_unit_of_every_weight(source, tmp_path):
     assert len(manifest.units["layers.0.attention.wo.weight"]) == 9
     assert len(manifest.units["layers.0.attention.wk.weight"]) == 3
     assert len(manifest.units["norm.weight"]) == 1
+
+
+def test_manifest_has_no_unit_hashes_for_a_model_of_very_many_units(source, tmp_path, monkeypatch):
+    """Regression: the manifest of a mixture of experts was larger than `verify` reads."""
+    monkeypatch.setattr("parallel_llama.reshard.safetensors_layout.MAX_UNIT_HASHES", 100)
+    folder = moved(source, tmp_path / "native", "native")
+    assert read_manifest(folder).units == {}
+    assert verify(str(folder)).problems == []
+    tensor = "layers.1.feed_forward.w2.weight"
+    (path,) = folder.glob("weights-*")
+    at = read_safetensors_header(path)[tensor].offset + 5
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    (problem,) = verify(str(folder)).problems
+    assert re.fullmatch(rf"{path.name}: damaged in {tensor}, bytes \d+ to \d+", problem)
+
+
+@pytest.mark.parametrize("limit", ["MAX_TENSORS", "MAX_HEADER_BYTES"])
+def test_files_with_more_tensors_than_can_be_read_are_refused(source, tmp_path, monkeypatch, limit):
+    """Regression: the folder was written, and then no command could read it."""
+    monkeypatch.setattr(f"parallel_llama.reshard.safetensors_layout.{limit}", 20)
+    with pytest.raises(UsageError, match=r"have 21 tensors .*; use a --tp larger than 1"):
+        moved(source, tmp_path / "native", "native")
+    assert not (tmp_path / "native").exists()
