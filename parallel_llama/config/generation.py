@@ -131,6 +131,7 @@ def _from_gguf(fields: Fields) -> GenerationDefaults:
         top_p=fields.optional_number("general.sampling.top_p"),
         top_k=fields.optional_integer("general.sampling.top_k"),
         min_p=fields.optional_number("general.sampling.min_p"),
+        repetition_penalty=fields.optional_number("general.sampling.penalty_repeat"),
         eos_ids=tuple(dict.fromkeys(ids)),
         bos_id=next(iter(_token_ids(fields, "tokenizer.ggml.bos_token_id")), None),
     )

@@ -1,5 +1,6 @@
 """Reads `ModelArgs` from the fields of a GGUF header and its tensors of rotary factors."""
 
+import logging
 import math
 import struct
 from pathlib import Path
@@ -18,6 +19,8 @@ from parallel_llama.families.model_args import (
 from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader
+
+logger = logging.getLogger(__name__)
 
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _RMS_EPS, _LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -196,12 +199,17 @@ def _yarn_attention_factor(arch_fields: Fields, arch: str, factor: float) -> flo
     The converter stores attention_factor, beta_fast and beta_slow of config.json under yarn_ keys
     with their meaning in transformers. llama.cpp does not read these keys for the architectures
     supported here, so its logits differ from transformers' for such files. The key attn_factor is
-    relative: llama.cpp multiplies it by YaRN's own factor.
+    relative: llama.cpp multiplies it by YaRN's own factor. The converter stores attn_factor of
+    config.json, which transformers ignores, under the key of attention_factor; only attn_factor is
+    below 1.
 
     Raises: UsageError if both keys are stated.
     """
     absolute = arch_fields.optional_number(f"{arch}.{_ABSOLUTE_FACTOR}")
     relative = arch_fields.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0)
+    if absolute is not None and absolute < 1 < factor:
+        logger.warning("%s=%s is ignored, as in transformers", _ABSOLUTE_FACTOR, absolute)
+        absolute = None
     if relative == 1:
         return absolute
     if absolute is not None:

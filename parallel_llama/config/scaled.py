@@ -29,7 +29,7 @@ BYTE_DTYPES = "F8_E4M3", "I8"
 # Tensors with scales of activations, which `config.inputs` reads, and of the KV cache.
 BESIDE_WEIGHTS = re.compile(
     r"\.(input_scale(_ub)?|input_global_scale|input_zero_point|activation_scale|output_scale|output_zero_point"
-    r"|[qkv]_scale|[qkv]_zero_point)$"
+    r"|(q|k|v|kv)_scale|[qkv]_zero_point)$"
 )
 
 _FORMATS: dict[str, dict[str, tuple[int, ...]]] = {  # by type of number: the numbers of bits
@@ -367,7 +367,10 @@ def _fp8(config: Fields) -> Schemes:
     size = config.values.get("weight_block_size", [128, 128])
     block = (0, 0) if size is None else _sides("weight_block_size", size)
     inputs = fp8_inputs(config, block[1])
-    return _all_matrices("fp8", Scheme(True, 8, block, scale="weight_scale_inv", inputs=inputs))
+    schemes = _all_matrices("fp8", Scheme(True, 8, block, scale="weight_scale_inv", inputs=inputs))
+    if config.has("kv_cache_scheme"):
+        schemes = replace(schemes, not_applied=(*schemes.not_applied, "the KV cache"))
+    return schemes
 
 
 def _fbgemm_fp8(config: Fields) -> Schemes:

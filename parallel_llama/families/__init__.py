@@ -83,6 +83,7 @@ _LEARNED = "its learned position embeddings are not implemented"
 _LATENT = "its latent attention (MLA) is not implemented"
 _EXPERTS = "this variant of a mixture of experts is not implemented"
 _STATE = "its state-space layers (SSM) are not implemented"
+_GRANITE_4 = "its state-space layers or its shared experts are not implemented; Granite 3 is read"
 _OLD_FALCON = "use the newer config.json of Falcon, which has model_type 'falcon'"
 _IMAGES = "it is a model of text and images, and only text models are supported"
 MISSING = {
@@ -91,7 +92,8 @@ MISSING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
     **dict.fromkeys(("ernie4_5_moe", "granitemoeshared"), _EXPERTS),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
-    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), _STATE),
+    "granitemoehybrid": _GRANITE_4,
+    "nemotron_h": _STATE,
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _OLD_FALCON),
     "gemma3": f"{_IMAGES}; use a text-only form of it (gemma3_text)",

@@ -174,7 +174,11 @@ def select_files(name: HubName, files_in_repo: Collection[str]) -> tuple[list[st
             f"no {PARAMS} with {MISTRAL_WEIGHTS[0]}{hint}"
         )
     tokenizers = [file for file in TOKENIZER_FILES if file in files_in_repo]
-    return [*(file for file in METADATA_FILES if file in files_in_repo), *tokenizers[:1]], first
+    read = tokenizers[:1]
+    # The header of a GGUF file is written from SentencePiece's own file.
+    if read == ["tokenizer.json"] and "tokenizer.model" in tokenizers:
+        read.append("tokenizer.model")
+    return [*(file for file in METADATA_FILES if file in files_in_repo), *read], first
 
 
 def _require_space(name: HubName, n_bytes: int) -> None:

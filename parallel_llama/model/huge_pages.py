@@ -7,6 +7,7 @@ Source: Linux's admin guide, "Transparent Hugepage Support".
 
 import mmap
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class HugePages:
     Args:
         values: The empty weights; their sizes are reserved. Loaded weights may be smaller: unused
             pages take no memory.
+
+    Raises: OSError if the process may not reserve so many addresses.
     """
 
     def __init__(self, values: Collection[Tensor]) -> None:
@@ -79,5 +82,6 @@ def huge_pages(n_bytes: int) -> Tensor:
 def _huge_pages(n_bytes: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, max(n_bytes, 1), flags=flags)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without CONFIG_TRANSPARENT_HUGEPAGE, such as a real-time one
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -6,6 +6,7 @@ old model, the source of these rows, releases its weights part by part.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +73,7 @@ class WeightLoader:
     ) -> None:
         self._model, self._shard, self._before = model, shard, before
         self._huge_pages: HugePages | None = None
+        self._may_reserve = True
         self._bytes_of: dict[str, range] = {}  # in the huge pages, by part
         names = [param.name for param in filter(shard.holds, parameters(args))]
         self._weights: dict[str, Weight] = {name: getattr(*self._holder(name)) for name in names}
@@ -89,8 +91,11 @@ class WeightLoader:
         if name not in self._weights:
             raise KeyError(f"the model has no weight {name}")
         device = values[0].device if isinstance(values, list) else values.device
-        if self._huge_pages is None and device.type == "cpu":
-            self._huge_pages = HugePages([weight.values for weight in self._weights.values()])
+        if self._may_reserve and device.type == "cpu":
+            self._may_reserve = False
+            # A limit of addresses may be too low for the empty weights, which are not quantised.
+            with suppress(OSError):
+                self._huge_pages = HugePages([weight.values for weight in self._weights.values()])
         try:
             self._load(name, values)
         except ValueError as error:

@@ -9,7 +9,7 @@ from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.gguf_fields import gguf_fields
 from parallel_llama.config.layouts import load_generation_defaults
 from parallel_llama.dtypes import STORED
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, listed
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
 from parallel_llama.files.fields import read_json_object
@@ -100,15 +100,18 @@ def gguf_file_fields(
 
 
 def _sampling_fields(defaults: GenerationDefaults) -> dict[str, Any]:
-    """The sampling settings that a GGUF file can state; none for greedy decoding."""
-    if not defaults.temperature:
-        return {}
-    keys = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-    return {
+    """The header fields of the sampling settings; for greedy decoding, only the penalty."""
+    keys = {"repetition_penalty": "penalty_repeat"}
+    if defaults.temperature:
+        keys |= {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+    fields: dict[str, Any] = {
         f"general.sampling.{key}": defaults.sampling[name]
         for name, key in keys.items()
         if name in defaults.sampling
     }
+    if defaults.repetition_penalty is not None:
+        fields["general.sampling.penalty_last_n"] = -1  # of all tokens, as in transformers
+    return fields
 
 
 def _gguf_tokenizer(path: Path) -> dict[str, bytes]:
@@ -125,10 +128,20 @@ def _generation_config(source: ModelFiles, defaults: GenerationDefaults) -> byte
     values: dict[str, Any] = {}
     if is_folder(source.path) and is_file(path):
         values = read_json_object(path)
-    elif defaults.temperature is not None:
-        values["do_sample"] = defaults.temperature > 0
-        if defaults.temperature > 0:
-            values |= defaults.sampling
+    elif defaults.temperature:
+        values = {"do_sample": True, **defaults.sampling}
+    elif defaults.sampling:
+        values = {"do_sample": False}
+        if defaults.repetition_penalty is not None:
+            values["repetition_penalty"] = defaults.repetition_penalty
+        left_out = [name for name in ("top_p", "top_k", "min_p") if name in defaults.sampling]
+        if left_out:
+            logger.warning(
+                "written without %s of %s: generation_config.json has filters only with a "
+                "temperature",
+                listed(left_out),
+                source.path,
+            )
     if defaults.bos_id is not None:
         values.setdefault("bos_token_id", defaults.bos_id)
     if defaults.eos_ids:

@@ -23,6 +23,11 @@ from parallel_llama.tokenizer.tokenizer_json import BuiltEncoder, TokenizersToke
 MAX_MERGES = 4 * MAX_PIECES
 MAX_ADDED = 1 << 18  # speech models have about 30,000; this many take seconds to add
 
+# The keys of chat templates, by the names of the templates in folders.
+TEMPLATE_FIELDS = {
+    "default": "tokenizer.chat_template",
+    "tool_use": "tokenizer.chat_template.tool_use",
+}
 # Names of special tokens in templates, and in the keys of the file.
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -227,18 +232,30 @@ def export_gguf_tokenizer(path: Path) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         **vocabulary.names(),
     }
-    if (template := fields.get("tokenizer.chat_template")) is not None:
-        tool_use = fields.get("tokenizer.chat_template.tool_use")
-        named = {"default": template, "tool_use": tool_use}
-        templates = [{"name": name, "template": text} for name, text in named.items()]
-        config["chat_template"] = template if tool_use is None else templates
     if isinstance(tokenizer, SentencePieceTokenizer):
         config |= _sentencepiece_config(vocabulary, tokenizer)
         files = {"tokenizer.model": tokenizer.to_model()}
     else:
         assert isinstance(tokenizer, TokenizersTokenizer)
         files = {"tokenizer.json": tokenizer.to_json().encode()}
+    bos_text = config.get("bos_token") if config["add_bos_token"] else None
+    named = {
+        name: _with_bos(fields[key], bos_text)
+        for name, key in TEMPLATE_FIELDS.items()
+        if key in fields
+    }
+    if "default" in named:
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        config["chat_template"] = named["default"] if len(named) == 1 else templates
     return {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode() + b"\n"}
+
+
+def _with_bos(template: Any, bos_text: str | None) -> Any:
+    """A chat template for a folder. There a chat begins with BOS only if its template writes it."""
+    if not isinstance(template, str) or bos_text is None:
+        return template
+    writes_bos = "bos_token" in template or bos_text in template
+    return template if writes_bos else "{{ bos_token }}" + template
 
 
 def _sentencepiece_config(

@@ -16,7 +16,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import is_file, read_bytes
 from parallel_llama.files.fields import json_object
 from parallel_llama.tokenizer import spm
-from parallel_llama.tokenizer.gguf import build_gguf_tokenizer
+from parallel_llama.tokenizer.gguf import TEMPLATE_FIELDS, build_gguf_tokenizer
 from parallel_llama.tokenizer.loading import (
     MAX_TOKENIZER_BYTES,
     TokenizerConfig,
@@ -62,8 +62,8 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     fields = _byte_level_fields(folder) or _spm_fields(folder, config)
     if fields is None:
         raise UsageError(
-            f"{folder}: its tokenizer is neither byte-level BPE (tokenizer.json) nor SentencePiece "
-            f"BPE (tokenizer.model), the types of GGUF files; {_INSTEAD}"
+            f"{folder}: has no tokenizer of a type of GGUF files: byte-level BPE in "
+            f"tokenizer.json, or SentencePiece BPE in tokenizer.model; {_INSTEAD}"
         )
     tokens = fields["tokens"]
     n_missing = vocab_size - len(tokens)
@@ -81,8 +81,9 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     gguf_fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     _require_same(folder, tokenizer, build_gguf_tokenizer(gguf_fields, str(folder)))
     templates, _ = folder_templates(folder)
-    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
-    return gguf_fields | {key: templates[name] for name, key in keys.items() if name in templates}
+    return gguf_fields | {
+        key: templates[name] for name, key in TEMPLATE_FIELDS.items() if name in templates
+    }
 
 
 def _byte_level_fields(folder: Path) -> dict[str, Any] | None:

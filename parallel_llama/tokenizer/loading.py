@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.config.meta import is_mistral_params
+from parallel_llama.config.meta import is_meta_config, is_mistral_params
 from parallel_llama.errors import CheckpointError, UsageError, kind_of
 from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.files.fields import MAX_CONFIG_BYTES, json_object
@@ -26,6 +26,7 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 # Tokenizer classes that need code besides tokenizer.model.
 _CODE_TOKENIZERS = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
+_MISTRAL_FAMILIES = ("mistral", "mixtral")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -270,8 +271,16 @@ def _built_in_chat(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     special_ids, eos_ids = tokenizer.vocabulary.special_ids, sorted(tokenizer.eos_ids)
     if "[INST]" in special_ids:
         return MistralChat(tokenizer, 7 if "[SYSTEM_PROMPT]" in special_ids else 3)
-    if is_mistral_params(_object_in(path / "params.json")):
+    if is_mistral_params(_object_in(path / "params.json")) or _is_mistral(path):
         return MistralChat(tokenizer, 1)
     if tokenizer.bos_id is None or not eos_ids:
         return None
     return Llama2Chat(tokenizer, tokenizer.bos_id, eos_ids[0])
+
+
+def _is_mistral(folder: Path) -> bool:
+    """Whether `reshard` wrote a Mistral model to this folder, with Meta's keys in params.json."""
+    config = _object_in(folder / "config.json")
+    arguments = _object_in(folder / "native.json").get("args")
+    family = arguments.get("family") if isinstance(arguments, dict) else None
+    return (config.get("model_type") if is_meta_config(config) else family) in _MISTRAL_FAMILIES

@@ -12,6 +12,7 @@ from parity_steps import logits_of_models
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, TinyModel, interleaved, write_hf
+from tokenizer_data import MISTRAL_V1
 from torch import Tensor
 from transformers_oracle import reference_logits
 
@@ -20,6 +21,9 @@ from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
+from parallel_llama.tokenizer import load_tokenizer
+from parallel_llama.tokenizer.chat_formats import MistralChat
+from parallel_llama.tokenizer.loading import load_chat_template
 
 DENSE, EXPERTS = TINY_MODELS["8/2 mistral"], TINY_MODELS["8/2 mixtral"]
 FILE, INDEX = "consolidated.safetensors", "consolidated.safetensors.index.json"
@@ -184,3 +188,14 @@ def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path):
     expected = r"missing: layers\.1\.ffn_norm.*extra: .*wz.*misshapen: .*wk\.weight is \[15, 48\]"
     with pytest.raises(CheckpointError, match=expected):
         run_on_threads(1, logits_of_models, [(folder, TOKENS)])
+
+
+@pytest.mark.parametrize("tiny", [DENSE, EXPERTS], ids=["mistral", "mixtral"])
+def test_chat_format_is_mistrals_after_resharding(tiny, tmp_path):
+    """Regression: Meta's keys in params.json meant Llama 2's format, also for Mistral's models."""
+    folder = write(tiny, write_hf(tiny, tmp_path / "hf", seed=5), tmp_path / "mistral")
+    shutil.copy(MISTRAL_V1, folder / "tokenizer.model")
+    for layout in ("meta", "native"):
+        reshard(find_model(str(folder)), tmp_path / layout, layout=layout, n_parts=1)
+        folder = tmp_path / layout
+        assert isinstance(load_chat_template(folder, load_tokenizer(folder)), MistralChat)

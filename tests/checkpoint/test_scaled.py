@@ -319,6 +319,20 @@ def test_output_and_kv_cache_scales_are_ignored_and_reported(made, tmp_path):
     assert why_own_kv_scales(find_model(str(made["float tensor"]))) is None
 
 
+def test_kv_scales_of_autofp8_are_ignored_and_reported(made, tmp_path):
+    """Regression: the folder was refused because of its tensors kv_scale."""
+    folder = shutil.copytree(made["fp8"], tmp_path / "model")
+    rewritten(folder, {"model.layers.0.self_attn.kv_scale": torch.ones(1)})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = "static"
+    (folder / "config.json").write_text(json.dumps(config))
+    (ours,), (meant,) = loaded(folder, 1, "none"), loaded(meant_by(made["fp8"]), 1)
+    assert all(torch.equal(a, b) for a, b in zip(ours, meant, strict=True))
+    assert "kv_cache_scheme and its scales are not applied" in (
+        why_own_kv_scales(find_model(str(folder))) or ""
+    )
+
+
 def test_ignored_kv_cache_scheme_of_stored_integers_is_logged(grouped, tmp_path, caplog):
     """Regression: without decoded matrices, kv_cache_scheme was ignored without a log line."""
     folder = shutil.copytree(grouped["int channel"], tmp_path / "model")

@@ -652,6 +652,15 @@ def test_keys_of_another_rope_type_are_ignored_with_a_warning(caplog):
     assert "ignores beta_fast" in caplog.text
 
 
+def test_yarn_keys_of_vllm_are_ignored_with_a_warning(caplog):
+    """Regression: DeepSeek-R1-0528-Qwen3-8B was refused with a wrong remedy."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        args = from_hf({**HF, "rope_scaling": {**yarn, "attn_factor": 0.878}})
+    assert args == from_hf({**HF, "rope_scaling": yarn})
+    assert "rope scaling 'yarn' ignores attn_factor" in caplog.text
+
+
 # GGUF
 
 
@@ -763,6 +772,11 @@ def test_rope_scaling_is_read_from_gguf_keys():
     scaling = from_gguf(yarn).rope_scaling
     assert scaling.attention_factor == pytest.approx(2 * (1 + 0.1 * math.log(4)))
     assert replace(scaling, attention_factor=None) == RopeScaling("yarn", 4.0, 16)
+    # Regression: llama.cpp's converter writes attn_factor, which transformers ignores, as this key.
+    del yarn.fields["llama.rope.scaling.attn_factor"]
+    yarn.fields["llama.rope.scaling.yarn_attn_factor"] = 0.878
+    assert from_gguf(yarn).rope_scaling == RopeScaling("yarn", 4.0, 16)
+    yarn.fields["llama.rope.scaling.attn_factor"] = 2.0
     yarn.fields["llama.rope.scaling.yarn_attn_factor"] = 1.25
     with pytest.raises(UsageError, match=r"attn_factor=2\.0 and .*1\.25 cannot be combined"):
         from_gguf(yarn)

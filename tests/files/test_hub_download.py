@@ -31,7 +31,10 @@ from parallel_llama.files.partial_output import take_lock
 NAME = "some-org/Some.Model_1"
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
-SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+SMALL = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json",
+]  # fmt: skip
 NEEDED = sorted([*SMALL, INDEX, *SHARDS])
 # Other files of repositories: code, other formats, and a copy of the weights in each format.
 OTHERS = (
@@ -165,6 +168,12 @@ def test_only_the_tokenizer_that_is_read_is_downloaded():
     names += ["chat_template.jinja", "additional_chat_templates/tool_use.jinja", "code.py"]
     small, _ = select_files(HubName(NAME), names)
     assert sorted(small) == sorted([*names[1:2], *names[3:6]])
+
+
+def test_tokenizer_model_is_downloaded_beside_tokenizer_json_for_gguf_files():
+    """Regression: reshard --format gguf --download refused Llama 2 after fetching its weights."""
+    names = ["model.safetensors", "config.json", "tokenizer.json", "tokenizer.model", "merges.txt"]
+    assert select_files(HubName(NAME), names)[0] == names[1:4]
 
 
 def test_a_named_gguf_file_is_downloaded_alone(hub):

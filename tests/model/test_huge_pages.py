@@ -1,5 +1,8 @@
 """Weights keep their values, and shared memory, when they move to huge pages."""
 
+import errno
+import mmap
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +14,7 @@ from parallel_llama.checkpoint.checkpoint import random_checkpoint
 from parallel_llama.dtypes import make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.model import weights
-from parallel_llama.model.huge_pages import HugePages
+from parallel_llama.model.huge_pages import HugePages, huge_pages
 from parallel_llama.ops.formats import DenseWeight, QuantWeight
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
@@ -49,12 +52,25 @@ def test_empty_weights_and_empty_lists_can_be_moved():
     HugePages([]).move([])
 
 
+def test_memory_is_in_small_pages_where_the_kernel_has_no_huge_pages(monkeypatch):
+    """Regression: every start on a real-time kernel ended with OSError: Invalid argument."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20)  # no advice has this number
+    assert huge_pages(5000).fill_(3).sum() == 15000
+
+
+def refused_reservation(_: object) -> HugePages:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 @pytest.mark.parametrize("n_experts", [0, 3])
 def test_weights_are_packed_while_loading_without_huge_pages(n_experts, monkeypatch):
-    """On a GPU, unpacked weights took memory that the KV cache was then too large for."""
+    """On a GPU, unpacked weights took memory that the KV cache was then too large for.
+
+    Regression: a limit of addresses refused weights whose size in float32 is above it.
+    """
     sizes = {"dim": 96, "n_heads": 3, "n_kv_heads": 3, "head_dim": 32, "ffn_dim": 64}
     args = replace(ARGS, **sizes, n_experts=n_experts, n_active_experts=min(n_experts, 2))
-    monkeypatch.setattr(weights, "HugePages", lambda _: None)
+    monkeypatch.setattr(weights, "HugePages", refused_reservation)
     loaded: list[QuantWeight] = []
     replacing = QuantWeight.replacing
     monkeypatch.setattr(

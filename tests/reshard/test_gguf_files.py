@@ -32,6 +32,7 @@ from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard import tensor_writer
+from parallel_llama.reshard.sidecar_files import sidecar_files
 from parallel_llama.reshard.target_folder import partial_path
 from parallel_llama.reshard.tensor_writer import DirectFile
 from parallel_llama.tokenizer import load_tokenizer
@@ -405,7 +406,7 @@ def test_tokenizer_that_gguf_cannot_express_is_refused(tmp_path):
     words = Tokenizer(models.BPE({"a": 0}, []))
     words.decoder = decoders.Metaspace()
     words.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UsageError, match="neither byte-level BPE"):
+    with pytest.raises(UsageError, match="has no tokenizer of a type of GGUF files"):
         tokenizer_fields(tmp_path, 10, GenerationDefaults())
     write_tokenizer(tmp_path)
     with pytest.raises(UsageError, match="has 211 tokens and the model 210"):
@@ -415,3 +416,29 @@ def test_tokenizer_that_gguf_cannot_express_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
     with pytest.raises(UsageError, match="splits text by a rule that has no known name"):
         tokenizer_fields(tmp_path, 211, GenerationDefaults())
+
+
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "temperature": 0.5, "top_k": 20}])
+def test_sampling_settings_are_written_with_the_repetition_penalty(tmp_path, sampled):
+    """Regression: the penalty was left out."""
+    folder = write_model(tmp_path / "hf", ARGS)
+    settings = {**sampled, "repetition_penalty": 1.25}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    path = written(folder, tmp_path / "written.gguf")
+    assert fields_of(path)["general.sampling.penalty_last_n"] == -1
+    settings.pop("do_sample", None)
+    assert load_generation_defaults(find_model(str(path))).sampling == settings
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_filters_of_a_gguf_file_without_temperature_are_left_out_with_a_warning(
+    caplog, temperature
+):
+    """generation_config.json has filters only with do_sample, which also sets a temperature."""
+    defaults = GenerationDefaults(temperature, top_k=64, repetition_penalty=1.25)
+    files = sidecar_files(find_model(str(SMOLLM2)), "native", defaults)
+    expected = {"do_sample": False, "repetition_penalty": 1.25}
+    if temperature:
+        expected |= {"do_sample": True, "temperature": 0.5, "top_k": 64}
+    assert json.loads(files["generation_config.json"]) == expected
+    assert ("written without top_k of" in caplog.text) == (not temperature)

@@ -343,7 +343,13 @@ def test_chat_of_a_gguf_file_has_one_bos_if_file_or_template_adds_it(tmp_path, t
     path = tmp_path / "a.gguf"
     path.write_bytes(GGUF(fields, tensors=[]).to_bytes())
     chat = load_chat_template(path, load_tokenizer(path))
-    assert chat.encode(Chat(USER)).count(1) == (adds_bos or "bos_token" in template)
+    tokens = chat.encode(Chat(USER))
+    assert tokens.count(1) == (adds_bos or "bos_token" in template)
+    # Regression: a folder made from the file had chats without BOS.
+    for name, data in export_gguf_tokenizer(path).items():
+        (tmp_path / name).write_bytes(data)
+    path.unlink()
+    assert load_chat_template(tmp_path, load_tokenizer(tmp_path)).encode(Chat(USER)) == tokens
 
 
 def test_gguf_tool_use_template_renders_chats_with_tools(tmp_path):
@@ -352,6 +358,7 @@ def test_gguf_tool_use_template_renders_chats_with_tools(tmp_path):
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"],
         "tokenizer.ggml.scores": [0.0] * 3,
         "tokenizer.ggml.token_type": [2, 3, 3],
+        "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": "plain",
         "tokenizer.chat_template.tool_use": "tools",
     }
