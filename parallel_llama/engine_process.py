@@ -9,11 +9,12 @@ import select
 import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
+from threading import Event, Thread
 
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.loop import EngineLoop, StepResult
@@ -30,6 +31,7 @@ from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.log import log_to_stderr
 
 _ALIVE_CHECK_MS = 200  # while idle, between checks that the other ranks are alive
+_REPORT_EVERY_S = 1.0  # while the ranks form a new group
 _SCORED_ROWS = 256  # maximum prompt log-probabilities per frame
 _WARM_TOKENS = 15  # less than a block of the default size, so that the prefix cache stores nothing
 
@@ -48,6 +50,7 @@ class EngineProcess:
         self._compiled: deque[wire.Submit] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._n_regroups = 0  # number of changes of ranks that the frontend has received
+        ranks.regrouping = self._reporting
 
     def run(self) -> None:
         """Serve the frontend until it closes the socket.
@@ -143,6 +146,28 @@ class EngineProcess:
             self._send_regroups()
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Tells the frontend regularly that the ranks form a new group.
+
+        Otherwise the frontend would stop the engine if reading weights takes longer than a step
+        may take.
+        """
+        is_formed = Event()
+
+        def report() -> None:
+            with suppress(BrokenPipeError, ConnectionError):  # `run` will notice it too
+                while not is_formed.wait(_REPORT_EVERY_S):
+                    self._frames.send(wire.Regrouping())
+
+        thread = Thread(target=report, name="regrouping")
+        thread.start()
+        try:
+            yield
+        finally:  # no two threads may use the socket at once
+            is_formed.set()
+            thread.join()
 
     def _send_regroups(self) -> None:
         """Send the frontend each change of ranks since the last call."""

@@ -445,7 +445,7 @@ class LLM:
 
     def _split(self, request: Request, completion: Completion) -> Completion:
         """A completion with its reasoning separated from its text."""
-        reader = self.input_processor.answer_reader(request.prompt)
+        reader = self.input_processor.answer_reader(request)
         if reader is None:
             return completion
         reasoning, text = split_answer(reader, completion.text)

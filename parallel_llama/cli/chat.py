@@ -188,7 +188,7 @@ class Conversation:
 
         def make_request() -> Request:
             request = self._request(turn)
-            self.reader = self.llm.input_processor.answer_reader(request.prompt)
+            self.reader = self.llm.input_processor.answer_reader(request)
             self.n_messages = 0
             return request
 

@@ -268,7 +268,7 @@ def _reader_factory(
 
     def new_reader(request: Request) -> AnswerReader | None:
         has_markers = _has_markers(lines[request.index], inputs)
-        return inputs.answer_reader(request.prompt) if has_markers else None
+        return inputs.answer_reader(request) if has_markers else None
 
     return new_reader
 

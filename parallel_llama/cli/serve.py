@@ -31,6 +31,7 @@ from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import DIM, painted
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded, is_folder
+from parallel_llama.parallel.failures import FAILED, report_error
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.serve.log import FORMATS, log_to_stderr
 
@@ -213,10 +214,20 @@ def _serve_as_rank(
         return 0
 
     try:
-        return lead(flags, inputs, work)
+        code = lead(flags, inputs, work)
     finally:
         engine_socket.close()  # ends the HTTP server if `lead` has failed
-        os.waitpid(frontend_pid, 0)  # the port must be free when this process exits
+        _, status = os.waitpid(frontend_pid, 0)  # the port must be free when this process exits
+    return code or _frontend_code(status)
+
+
+def _frontend_code(status: int) -> int:
+    """The exit code for the wait status of the HTTP server, whose signal is reported."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return code
+    report_error(f"the HTTP server was killed by {signal.Signals(-code).name}")
+    return FAILED
 
 
 def _follow(flags: Flags, inputs: "InputProcessor") -> int:

@@ -168,6 +168,13 @@ class InputProcessor:
         """The maximum length of a sequence if its request sets max_tokens."""
         return MAX_SIZES["max_seq_len"] if self.args.attention_sinks else self.max_seq_len
 
+    @property
+    def max_fitting_tokens(self) -> int:
+        """The maximum length of a sequence that fits into both the context and the KV cache."""
+        if self.n_cache_tokens is None:
+            return self.max_seq_len
+        return min(self.max_seq_len, self.n_cache_tokens + 1)  # the last token is not cached
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises: UsageError if the model has no tokenizer, CheckpointError if it is damaged."""
@@ -196,11 +203,15 @@ class InputProcessor:
         """Whether the model's answers to chats have markers for reasoning or tool calls."""
         return self.chat_template is not None and has_markers(self.chat_template.template_text)
 
-    def answer_reader(self, prompt: Sequence[int]) -> AnswerReader | None:
-        """A reader of the answer to a chat; None if the model's answers have no markers."""
-        if self.chat_template is None or not self.has_markers:
+    def answer_reader(self, request: Request) -> AnswerReader | None:
+        """A reader of the answer to a chat; None if the answer has no markers.
+
+        No grammar allows markers: an answer with a grammar is text, even if the prompt begins the
+        reasoning.
+        """
+        if self.chat_template is None or not self.has_markers or request.params.grammar is not None:
             return None
-        last = self.tokenizer.decode(prompt[-1:], skip_special=False)
+        last = self.tokenizer.decode(request.prompt[-1:], skip_special=False)
         return answer_reader(self.chat_template.template_text, last)
 
     @cached_property
@@ -325,10 +336,9 @@ class InputProcessor:
         """Raises: as `resolve_max_tokens`."""
         if params.max_tokens is not None:
             return resolve_max_tokens(n_prompt, params, self.longest)
-        # The last token of a sequence is not cached.
-        if self.n_cache_tokens is not None and self.n_cache_tokens + 1 < self.max_seq_len:
-            return resolve_max_tokens(n_prompt, params, self.n_cache_tokens + 1, "KV cache")
-        return resolve_max_tokens(n_prompt, params, self.max_seq_len)
+        limit = self.max_fitting_tokens
+        limited_by = "KV cache" if limit < self.max_seq_len else "context"
+        return resolve_max_tokens(n_prompt, params, limit, limited_by)
 
     def chats(
         self,

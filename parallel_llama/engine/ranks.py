@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -130,6 +130,8 @@ class Ranks:
         self._n_threads = torch.get_num_threads()
         self._timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
         self.regroups: list[Regroup] = []
+        # Entered while rank 0 forms a new group, which may take minutes: it reads weights.
+        self.regrouping: Callable[[], AbstractContextManager[object]] = nullcontext
         self._next_check_s = 0.0  # monotonic
         self._orders = orders
         keep_freed_memory()
@@ -403,19 +405,21 @@ class Ranks:
             raise error
         unfinished = self.engine.unfinished()
         _clear_frames(error)
-        while True:
-            if error is not None:
-                lost.append(self._drop_lost(ranks, error))
-            try:
-                if isinstance(ranks, Links):
-                    self._rebuild(ranks.group(), torch.get_num_threads(), unfinished)
+        with self.regrouping():
+            while True:
+                if error is not None:
+                    lost.append(self._drop_lost(ranks, error))
+                try:
+                    if isinstance(ranks, Links):
+                        self._rebuild(ranks.group(), torch.get_num_threads(), unfinished)
+                        break
+                    n_new += ranks.take_spares()
+                    n_threads = self._threads_of(ranks.env.size)
+                    comm = lead_group(ranks, n_threads, self._timeouts)
+                    self._rebuild(comm, n_threads, unfinished)
                     break
-                n_new += ranks.take_spares()
-                n_threads = self._threads_of(ranks.env.size)
-                self._rebuild(lead_group(ranks, n_threads, self._timeouts), n_threads, unfinished)
-                break
-            except RankError as second_error:
-                error = second_error  # a second rank was lost meanwhile
+                except RankError as second_error:
+                    error = second_error  # a second rank was lost meanwhile
         seconds = time.monotonic() - start_s
         self.regroups.append(Regroup("; ".join(lost), n_new, self.comm.size, seconds))
         logger.warning("%s", self.regroups[-1])

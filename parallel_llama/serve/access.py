@@ -87,7 +87,7 @@ class Access:
         admit = state.get(ADMIT)
         headers = Headers(scope=scope)
         try:
-            self._check(scope["path"], headers)
+            self._check(scope, headers)
             if admit is not None and scope["path"] not in OPEN and not admit():
                 raise HTTPError(503, TOO_MANY_CONNECTIONS)
         except HTTPError as error:
@@ -107,9 +107,11 @@ class Access:
         address, _port = scope.get("client") or ("", 0)
         return str(address)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         """Raises: HTTPError."""
-        hosts = headers.getlist("host")
+        path, hosts = scope["path"], headers.getlist("host")
+        if not hosts and path in OPEN and scope["http_version"] == "1.0":
+            return  # a health check of a load balancer; browsers always send a Host header
         if len(hosts) != 1:
             raise HTTPError(400, f"there are {len(hosts)} Host headers; send one")
         if self._is_local and not is_loopback(_name_of(hosts[0])):

@@ -289,6 +289,7 @@ def _model(service: Service, name: str) -> replies.Model:
         id=name,
         created=service.created,
         max_model_len=service.inputs.max_seq_len,
+        max_fitting_tokens=service.inputs.max_fitting_tokens,
         parent=service.names[0] if name in service.adapters else None,
     )
 

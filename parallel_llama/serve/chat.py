@@ -53,8 +53,8 @@ class _Pending:
     created: int
 
     def answer_reader(self) -> AnswerReader | None:
-        """A reader of the markers in one choice; None if the model writes no markers."""
-        return self.context.inputs.answer_reader(self.answer.request.prompt)
+        """A reader of the markers in one choice; None if the choice has no markers."""
+        return self.context.inputs.answer_reader(self.answer.request)
 
     def token_ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
         return ids if self.body.return_token_ids else UNSET

@@ -67,11 +67,26 @@ class _Pending:
         """The index of a choice among those of all prompts."""
         return number * self.answers[number].request.params.n + choice
 
-    def prompt_text(self, answer: Answer) -> str:
-        """The prompt's text if the request asks for echo, else ""."""
+    def prompt_text(self, number: int) -> str:
+        """A prompt's text if the request asks for echo, else ""."""
         if not self.body.echo:
             return ""
-        return self.context.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
+        prompts = self.body.prompt
+        prompt = prompts if isinstance(prompts, str) else prompts[number]
+        if isinstance(prompt, str):
+            return prompt
+        ids = self.answers[number].request.prompt
+        return self.context.inputs.tokenizer.decode(ids, skip_special=False)
+
+    def first_offset(self, answer: Answer, prompt: str) -> int:
+        """The text offset of the first token of an echoed prompt.
+
+        Negative if the tokens begin with text that the prompt does not have: a bos token, or a
+        space.
+        """
+        piece = self.context.inputs.tokenizer.vocabulary.piece
+        text = b"".join(piece(token, skip_special=False) for token in answer.request.prompt)
+        return min(0, len(prompt) - len(text.decode("utf-8", "replace")))
 
     def logprobs(
         self, answer: Answer, scored: Sequence[TokenLogprob | None], offset: int
@@ -170,7 +185,7 @@ async def _whole(pending: _Pending) -> bytes:
     for number, answer_outputs in enumerate(outputs):
         answer = pending.answers[number]
         n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(pending.body.echo)
-        prompt = await pending.context.serialize(partial(pending.prompt_text, answer), n_bytes)
+        prompt = await pending.context.serialize(partial(pending.prompt_text, number), n_bytes)
         completions = [
             output.completion for output in answer_outputs if output.completion is not None
         ]
@@ -198,7 +213,7 @@ def _choice(
     reason, stop_reason = rendering.finish_reason(completion)
     scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
     scored += rendering.logprobs_of(outputs, completion.choice)
-    offset = 0 if pending.body.echo else len(prompt)
+    offset = pending.first_offset(answer, prompt) if pending.body.echo else 0
     choice = CompletionChoice(
         index=pending.index(number, completion.choice),
         text=prompt + completion.text,
@@ -270,7 +285,7 @@ def _piece(
 ) -> CompletionChoice:
     answer, index = pending.answers[number], pending.index(number, output.choice)
     is_first = index not in shown
-    text = pending.prompt_text(answer) + output.text if is_first else output.text
+    text = pending.prompt_text(number) + output.text if is_first else output.text
     offset = shown.get(index, 0)
     shown[index] = offset + len(text)
     reason, stop_reason = (

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -124,7 +124,10 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are accepted, and the engine has stepped within `step_timeout_s`."""
+        """Whether new requests are accepted, and the engine has sent a message recently.
+
+        The engine's last message must be younger than `step_timeout_s`.
+        """
         age_s = self.step_age_s
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
@@ -171,15 +174,22 @@ class EngineClient:
             self._preparing[account] -= n_choices
             self._preparing += Counter()  # drops accounts with a count of 0
 
-    def submit(self, request: Request, account: str = "") -> Answer:
-        """Sends a request of an account to the engine.
+    def submit(self, requests: Sequence[Request], account: str = "") -> list[Answer]:
+        """Sends all requests of an account to the engine, or none.
 
-        Raises: as `require_room`.
+        Raises: as `require_room` for the choices of all requests.
         """
-        self.require_room(request.params.n, account)
-        answer = self._submit(request, account)
-        self.metrics.submitted(answer)
-        return answer
+        self.require_room(sum(request.params.n for request in requests), account)
+        answers: list[Answer] = []
+        try:
+            for request in requests:
+                answers.append(self._submit(request, account))
+                self.metrics.submitted(answers[-1])
+        except BaseException:
+            for answer in answers:
+                answer.abandon()
+            raise
+        return answers
 
     def _submit(self, request: Request, account: str = "") -> Answer:
         answer = Answer(next(self._keys), request, self._cancel, account)
@@ -296,6 +306,8 @@ class EngineClient:
                     answer.put_prompt_logprobs(message.logprobs)
             case wire.Loaded():
                 self._begin(message, writer)
+            case wire.Regrouping():
+                pass  # a new group may take longer than a step
             case wire.Regrouped():
                 self.n_losses += message.has_lost
                 self.n_returns += message.n_new

@@ -97,14 +97,14 @@ def completion_logprobs(
     Args:
         scored: one item per token; None for the first token of an echoed prompt.
         first_token: the id of that first token.
-        offset: text offset of the first token.
+        offset: text offset of the first token; tokens before the text have negative offsets.
     """
     logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for position in scored:
         text = _token_text(vocabulary, first_token if position is None else position.token)
         logprobs.tokens.append(text)
         logprobs.token_logprobs.append(None if position is None else position.logprob)
-        logprobs.text_offset.append(offset)
+        logprobs.text_offset.append(max(0, offset))
         offset += len(text)
         if position is None:
             logprobs.top_logprobs.append(None)

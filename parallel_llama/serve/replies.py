@@ -167,9 +167,16 @@ class CompletionReply(Reply, omit_defaults=True):
 
 
 class Model(Reply):
+    """The model or an adapter.
+
+    `max_model_len` is the context. `max_fitting_tokens` is the maximum length of prompt and
+    completion together, which is less if the KV cache is smaller than the context.
+    """
+
     id: str
     created: int
     max_model_len: int
+    max_fitting_tokens: int
     parent: str | None = None  # of an adapter: its base model
     object: Literal["model"] = "model"
     owned_by: str = "parallel_llama"

@@ -155,15 +155,7 @@ class RequestContext:
             extra=_grammar_work(self.inputs, params),
             renders=any(isinstance(prompt, Chat) for prompt in prompts),
         )
-        answers: list[Answer] = []
-        try:
-            for request in requests:
-                answers.append(engine.submit(request, self.account))
-        except BaseException:
-            for answer in answers:
-                answer.abandon()
-            raise
-        return answers
+        return engine.submit(requests, self.account)
 
 
 def _grammar_work(inputs: InputProcessor, params: SamplingParams) -> int:

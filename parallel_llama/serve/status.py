@@ -9,6 +9,7 @@ Source: Prometheus's text format.
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from resource import getpagesize
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,8 +20,6 @@ from parallel_llama.serve.engine_client import EngineClient
 from parallel_llama.serve.metrics import LONG_WINDOW_S
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.wire import Stepped
-
-_PAGE_BYTES = 4096
 
 
 def status_of(service: Service) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def _kv(service: Service) -> dict[str, int] | None:
 def _resident_bytes(pid: int | None) -> int | None:
     """Resident memory of a process on this host; None if it cannot be read."""
     with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * getpagesize()
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, shown
 from parallel_llama.files.fields import nearest
 from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, Tool, ToolChoice, ToolFunction
@@ -178,12 +178,11 @@ class Tools:
         """A reader that separates the calls of one choice from its text.
 
         Args:
-            answer_reader: a reader of the markers in answers, for a form that needs it.
+            answer_reader: a reader of the markers in the choice; None if it has no markers.
         """
         names = frozenset(function.name for function in self.functions)
         begins_inside = self.must_call and self._grammar_form is None
-        if self.form in (CHANNELS, SECTIONS) and not begins_inside:
-            assert answer_reader is not None
+        if answer_reader is not None and not begins_inside and self.form in (CHANNELS, SECTIONS):
             return ChannelParts(answer_reader, names, self.max_calls)
         form = replace(self.form, is_python=False) if begins_inside else self.form
         return CallReader(form, names, begins_inside=begins_inside, max_calls=self.max_calls)
@@ -280,8 +279,11 @@ class ToolGrammar:
         return self._with("start: calls")
 
     def calls_or(self, answer: Grammar) -> Grammar:
-        """Calls, or JSON that matches a schema."""
-        return self._with(f"start: calls | answer\nanswer: {_json(json.loads(answer.text))}")
+        """Calls, or JSON that matches a schema.
+
+        Raises: UsageError for a schema that is not valid JSON, or not a JSON object.
+        """
+        return self._with(f"start: calls | answer\nanswer: {_json(_schema(answer.text))}")
 
     def text_and_calls(self) -> Grammar:
         """Text, perhaps followed by calls; in a form without markers, either text or calls."""
@@ -321,6 +323,19 @@ class ToolGrammar:
         return (
             f"({json.dumps(joint)} {rule}){{0,{self._n_more_calls}}}" if self._n_more_calls else ""
         )
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema {shown(text)} is not valid JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise UsageError(
+            f"the JSON schema {shown(text)} is not an object; give an object, such as {{}} for any "
+            "JSON"
+        )
+    return schema
 
 
 def _json(schema: Mapping[str, Any]) -> str:

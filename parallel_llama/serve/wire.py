@@ -72,6 +72,10 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     ranks: tuple[RankFacts, ...]
 
 
+class Regrouping(msgspec.Struct, frozen=True, array_like=True, tag="regrouping"):
+    """The engine forms a new group of ranks now; sent every second until the group is formed."""
+
+
 class Regrouped(msgspec.Struct, frozen=True, array_like=True, tag="regrouped"):
     """The ranks of the engine have changed; the new group of ranks continues all requests.
 
@@ -144,7 +148,9 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-FromEngine = Loaded | Regrouped | Scored | Stepped | EngineRefused | AdapterChanged | Failed
+FromEngine = (
+    Loaded | Regrouping | Regrouped | Scored | Stepped | EngineRefused | AdapterChanged | Failed
+)
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -174,7 +174,7 @@ class EchoModel:
     def has_markers(self) -> bool:
         return has_markers(self.template)
 
-    def answer_reader(self, _: Sequence[int]) -> AnswerReader | None:
+    def answer_reader(self, _: Request) -> AnswerReader | None:
         return answer_reader(self.template, "")
 
     @property

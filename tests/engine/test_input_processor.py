@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from parallel_llama.config.layouts import load_model_args
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
+from parallel_llama.serve import app, chat
+from parallel_llama.serve.bodies import ChatBody
 from parallel_llama.tokenizer import Chat
 
 TOKENS = [0, 5, 17, 3, 200, 42, 42, 9]
@@ -120,3 +123,54 @@ def test_logit_bias_with_a_grammar_logs_a_warning(folder, caplog):
     assert caplog.text == ""
     input_processor(folder).request(3, "Hello", SamplingParams(grammar=digits, logit_bias={5: 1.0}))
     assert "request 3: its logit_bias cannot bring back a token that its grammar" in caplog.text
+
+
+@pytest.fixture
+def thinking(folder: Path) -> InputProcessor:
+    """A model whose prompts begin the reasoning of the answer."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("<|turn|>", "<|START_THINKING|>"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ messages[0]['content'] }}<|START_THINKING|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return input_processor(folder)
+
+
+def test_answer_with_a_grammar_is_text_although_the_prompt_begins_the_reasoning(thinking):
+    """Regression: JSON of a response format was returned as reasoning, without content."""
+    messages = [{"role": "user", "content": "Hi"}]
+    grammar = Grammar("json_schema", '{"type":"object"}')
+    for params, content, reasoning in (
+        (SamplingParams(max_tokens=4), "", '{"a":1}'),
+        (SamplingParams(max_tokens=4, grammar=grammar), '{"a":1}', None),
+    ):
+        request = thinking.request(0, Chat(messages), params)
+        pending = chat._Pending(
+            SimpleNamespace(inputs=thinking), ChatBody(messages=messages),
+            SimpleNamespace(request=request), None, True, "id", 0,
+        )  # fmt: skip
+        message = chat._Choice(pending, 0).message('{"a":1}')
+        assert (message.content, message.reasoning_content) == (content, reasoning)
+
+
+@pytest.mark.usefixtures("thinking")
+def test_chat_with_a_grammar_returns_the_constrained_text(folder):
+    params = SamplingParams(max_tokens=8, grammar=Grammar("regex", "[ab]{3}"))
+    with LLM(str(folder), kv_cache_bytes=4 << 20) as llm:
+        (answer,) = llm.chat([{"role": "user", "content": "Hi"}], params)
+    assert len(answer.text) == 3 and not answer.reasoning
+
+
+def test_max_fitting_tokens_is_limited_by_context_and_kv_cache(folder):
+    inputs = input_processor(folder)
+    service = SimpleNamespace(inputs=inputs, names=["m"], adapters=[], created=0)
+    for n_cache_tokens, expected in (
+        (None, inputs.max_seq_len), (20, 21), (inputs.max_seq_len, inputs.max_seq_len)
+    ):  # fmt: skip
+        inputs.n_cache_tokens = n_cache_tokens
+        card = app._model(service, "m")
+        assert card.max_fitting_tokens == inputs.max_fitting_tokens == expected
+        assert card.max_model_len == inputs.max_seq_len
+        request = inputs.request(0, [1, 2], SamplingParams(max_tokens=None))
+        assert request.max_tokens == expected - 2

@@ -256,6 +256,25 @@ def test_missing_or_repeated_host_header_is_refused(tiny, hosts):
     connection.close()
 
 
+@pytest.mark.parametrize(
+    ("version", "path", "status"),
+    [("1.0", "/health", 200), ("1.0", "/v1/models", 400), ("1.1", "/health", 400)],
+)
+async def test_http_1_0_health_check_needs_no_host_header(version, path, status):
+    """Load balancers send such health checks, for example HAProxy's `option httpchk`."""
+    statuses = []
+
+    async def app(_scope, _receive, _send) -> None:
+        statuses.append(200)
+
+    async def send(message) -> None:
+        statuses.extend(filter(None, [message.get("status")]))
+
+    scope = {"type": "http", "path": path, "headers": [], "client": None, "http_version": version}
+    await access.Access(app, (), "localhost")(scope, MagicMock(), send)
+    assert statuses == [status]
+
+
 def test_is_loopback_accepts_only_loopback_hosts():
     assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost", "127.0.0.53")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "", "10.0.0.1", "example.org", "::2")))

@@ -3,8 +3,10 @@
 import json
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import msgspec
 import pytest
 from canary import Canary
 from msgspec import inspect
@@ -17,7 +19,9 @@ from parallel_llama.serve.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    InvalidBody,
     TokenizeBody,
+    read_body,
 )
 
 PATHS = {each.body: each.path for each in OPERATIONS if each.body is not None}
@@ -334,6 +338,15 @@ def test_number_of_strings_in_a_body_is_bounded(tiny):
     assert f"more than {MAX_TEXTS} strings" in error["message"]
     data = json.dumps({"prompt": '"' * 4 * MAX_TEXTS}).encode()  # not counted inside a string
     assert send(tiny, TokenizeBody, data)[0] == 200
+
+
+def test_strings_that_end_in_a_backslash_are_counted():
+    """Regression: their closing quotes counted as escaped, so a body could have twice as many."""
+    decoder = msgspec.json.Decoder(CompletionBody)
+    for n, is_refused in ((MAX_TEXTS // 2, False), (MAX_TEXTS, True)):
+        data = json.dumps({"prompt": ["\\"] * n}).encode()
+        with pytest.raises(InvalidBody, match="strings") if is_refused else nullcontext():
+            read_body(decoder, data)
 
 
 N_RANDOM = 200  # per type of body; `python -m launch.fuzz` tries more

@@ -10,6 +10,7 @@ import pytest
 from parallel_llama.engine.statistics import EngineStatistics, StepTimes
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.engine_client import Busy, EngineClient, EngineEnded, NotReady
 from parallel_llama.serve.metrics import Metrics
 from parallel_llama.serve.wire import (
@@ -22,6 +23,7 @@ from parallel_llama.serve.wire import (
     Loaded,
     Output,
     RankFacts,
+    Regrouping,
     Stepped,
     Submit,
     ToEngine,
@@ -66,6 +68,11 @@ def request(**settings: object) -> Request:
     return Request(0, (1, 2), params, 0, frozenset())
 
 
+def submit(client: EngineClient, asked: Request, account: str = "") -> Answer:
+    (answer,) = client.submit([asked], account)
+    return answer
+
+
 def step(key: int, *tokens: int, ends: bool = False) -> Stepped:
     completion = Completion(0, "x", tokens, "length", 2) if ends else None
     output = Output(key, 0, tokens, "x" * len(tokens), (), completion)
@@ -107,7 +114,7 @@ async def ready(client: EngineClient, engines: list[Played], number: int = 0) ->
 async def test_requests_are_refused_until_the_engine_is_loaded():
     async with playing() as (client, engines, _):
         with pytest.raises(NotReady, match="being loaded"):
-            client.submit(request())
+            submit(client, request())
         assert not client.is_ready
         await ready(client, engines)
         assert client.is_ready
@@ -117,40 +124,58 @@ async def test_max_choices_is_enforced_and_room_is_freed():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         with pytest.raises(UsageError, match="5 completions at once exceed the limit of 4"):
-            client.submit(request(n=5))
-        first = client.submit(request(n=1))
-        client.submit(request(n=3))
+            submit(client, request(n=5))
+        first = submit(client, request(n=1))
+        submit(client, request(n=3))
         with pytest.raises(Busy):
-            client.submit(request())
+            submit(client, request())
         engine.say(step(first.key, 5, ends=True))
         assert [output.tokens for output in await first.whole()] == [(5,)]
-        client.submit(request())
+        submit(client, request())
 
 
 async def test_new_account_is_admitted_while_another_fills_the_server():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
-        first, *_others = [client.submit(request(), "greedy") for _ in range(4)]
+        first, *_others = [submit(client, request(), "greedy") for _ in range(4)]
         with pytest.raises(Busy, match="4 of at most 4"):
-            client.submit(request(), "greedy")
+            submit(client, request(), "greedy")
         with pytest.raises(Busy, match="4 of at most 4"):
             client.require_room(1, "modest", is_large=True)
         with client.preparing(1, "modest", is_large=False):
             assert client.n_choices == 5
             with pytest.raises(Busy, match="5 of at most 4"):
-                client.submit(request(), "modest")
-        client.submit(request(), "modest")
+                submit(client, request(), "modest")
+        submit(client, request(), "modest")
         with pytest.raises(Busy, match="5 of at most 5"):
-            client.submit(request(), "third")
+            submit(client, request(), "third")
         engine.say(step(first.key, 5, ends=True))
         await first.whole()
-        client.submit(request(), "third")
+        submit(client, request(), "third")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_requests_submitted_together_may_use_the_whole_limit(n):
+    """Regression: earlier requests of the call counted as requests of other clients."""
+    async with playing(max_choices=8) as (client, engines, _):
+        await ready(client, engines)
+        answers = client.submit([request(n=n)] * (8 // n))
+        assert client.n_choices == 8 and len({answer.key for answer in answers}) == 8 // n
+
+
+async def test_no_request_is_submitted_if_all_together_exceed_the_limit():
+    async with playing(max_choices=8) as (client, engines, _):
+        await ready(client, engines)
+        submit(client, request())
+        with pytest.raises(Busy, match="1 of at most 7"):
+            client.submit([request(n=4)] * 2)
+        assert client.n_choices == 1
 
 
 async def test_refused_or_failed_request_does_not_end_others():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
-        refused, failed, good = (client.submit(request()) for _ in range(3))
+        refused, failed, good = (submit(client, request()) for _ in range(3))
         engine.say(EngineRefused(refused.key, "no such grammar"))
         engine.say(Failed((failed.key,), "nan"))
         engine.say(step(good.key, 7, ends=True))
@@ -167,7 +192,7 @@ async def test_request_runs_on_at_most_three_engines():
         for number in range(3):
             engine = await ready(client, engines, number)
             if number == 0:
-                answer = client.submit(request())
+                answer = submit(client, request())
             assert (await engine.hear()).request == answer.request
             engine.say(step(answer.key, 5))
             engine.die()
@@ -180,7 +205,7 @@ async def test_request_runs_on_at_most_three_engines():
 async def test_abandoned_request_is_cancelled_and_not_resubmitted():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
-        answer = client.submit(request())
+        answer = submit(client, request())
         answer.abandon()
         assert isinstance(await engine.hear(), Submit)
         assert await engine.hear() == Cancel(answer.key)
@@ -192,10 +217,23 @@ async def test_abandoned_request_is_cancelled_and_not_resubmitted():
 async def test_engine_that_does_not_step_in_time_is_replaced():
     async with playing(step_timeout_s=0.3) as (client, engines, _):
         await ready(client, engines)
-        client.submit(request())
+        submit(client, request())
         while len(engines) < 2:
             await asyncio.sleep(0.01)
         assert not client.is_ready
+
+
+async def test_engine_that_regroups_longer_than_the_step_limit_is_not_replaced():
+    """Regression: reading the shards of a lost rank counted as one long step."""
+    async with playing(step_timeout_s=1.0) as (client, engines, _):
+        engine = await ready(client, engines)
+        answer = submit(client, request())
+        for _ in range(15):
+            engine.say(Regrouping())
+            await asyncio.sleep(0.1)
+        assert client.is_ready and len(engines) == 1
+        engine.say(step(answer.key, 5, ends=True))
+        assert [output.tokens for output in await answer.whole()] == [(5,)]
 
 
 async def test_idle_engine_is_probed_and_stays_ready_when_it_steps():
@@ -211,7 +249,7 @@ async def test_idle_engine_is_probed_and_stays_ready_when_it_steps():
 async def test_too_many_engine_restarts_end_client_and_requests():
     async with playing(restarts=1) as (client, engines, running):
         engine = await ready(client, engines)
-        answer = client.submit(request())
+        answer = submit(client, request())
         engine.die()
         (await ready(client, engines, 1)).die()
         with pytest.raises(EngineEnded, match="it was played"):
@@ -230,7 +268,7 @@ async def test_a_new_engine_gets_the_adapters_before_the_requests():
             assert (asked.name, asked.folder) == (name, folder)
             engine.say(AdapterChanged(asked.key, None))
             await changing
-        client.submit(request())
+        submit(client, request())
         engine.die()
         engine = await ready(client, engines, 1)
         changed = await engine.hear()
@@ -263,7 +301,7 @@ async def test_restarted_engine_may_end_choices_in_another_order():
 
     async with playing() as (client, engines, running):
         engine = await ready(client, engines)
-        answer = client.submit(request(n=2))
+        answer = submit(client, request(n=2))
         engine.say(Stepped((ended(answer.key, 1),), (), 0.01, STATISTICS))
         await asyncio.sleep(0.05)
         engine.die()

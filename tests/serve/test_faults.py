@@ -233,6 +233,21 @@ def test_sigterm_under_torchrun_lets_requests_finish(folder):
     assert "[rank" not in served.stderr
 
 
+def test_killed_http_server_under_a_launcher_is_reported(folder):
+    """Regression: rank 0 exited with 0 and without a message."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    with Served("--model", str(folder), env={**os.environ, **alone}) as served:
+        children = psutil.Process(served.process.pid).children()
+        (frontend,) = (
+            child
+            for child in children
+            if any(each.status == psutil.CONN_LISTEN for each in child.net_connections())
+        )
+        frontend.kill()
+        assert served.process.wait(LIMIT_S) == 1
+    assert "the HTTP server was killed by SIGKILL" in served.stderr
+
+
 def test_second_sigterm_exits_without_draining(tiny):
     with endless(tiny, n=16):
         children = rank_pids(tiny)

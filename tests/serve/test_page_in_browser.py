@@ -963,7 +963,7 @@ def test_continue_extends_a_truncated_answer_in_place(page, server):
 
 def test_continue_is_hidden_when_the_context_is_full(page):
     ask_and_wait(page, "full")
-    expect(page.locator(".measures")).to_contain_text("cut off: the context is full")
+    expect(page.locator(".measures")).to_contain_text("cut off: the maximum length is reached")
     expect(page.get_by_role("button", name="Continue")).to_be_hidden()
 
 
@@ -1005,7 +1005,7 @@ def test_a_long_question_is_folded(page, server, text):
 def test_too_long_question_is_reported_and_not_sent(page, server):
     page.locator("#question").fill("word " * 9000)
     warning = page.locator("#room")
-    words = "Your question has 9,000 tokens. The model accepts at most 8,191. Shorten it."
+    words = "Your question has 9,000 tokens. The server accepts at most 8,191. Shorten it."
     expect(warning).to_have_text(words)
     page.keyboard.press("Enter")
     expect(page.locator("#question")).not_to_have_value("")

@@ -1,12 +1,13 @@
 """What /status reports about ranks and speed."""
 
+import os
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from parallel_llama.request import SamplingParams
-from parallel_llama.serve import metrics
+from parallel_llama.serve import metrics, status
 from parallel_llama.serve.metrics import LONG_WINDOW_S, Rate
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
@@ -23,10 +24,19 @@ def test_status_reports_weight_and_cuda_bytes_of_each_rank(cuda_bytes):
         n_returns=0, metrics=SimpleNamespace(token_rate=Rate()),
     )  # fmt: skip
     inputs = SimpleNamespace(max_seq_len=1000, sampling_params=SamplingParams)
-    status = status_of(SimpleNamespace(engine=engine, names=["m"], inputs=inputs))
-    assert [rank["cuda_bytes"] for rank in status["ranks"]] == [cuda_bytes] * 2
-    assert [rank["weight_bytes"] for rank in status["ranks"]] == [7, 7]
-    assert msgspec.json.encode(status)
+    found = status_of(SimpleNamespace(engine=engine, names=["m"], inputs=inputs))
+    assert [rank["cuda_bytes"] for rank in found["ranks"]] == [cuda_bytes] * 2
+    assert [rank["weight_bytes"] for rank in found["ranks"]] == [7, 7]
+    assert msgspec.json.encode(found)
+
+
+def test_resident_memory_is_counted_in_pages_of_the_host(monkeypatch):
+    """Regression: ARM hosts with pages of 64 KiB showed a sixteenth of the memory."""
+    monkeypatch.setattr(status, "getpagesize", lambda: 65536)
+    n_bytes = status._resident_bytes(os.getpid())
+    assert n_bytes > 16 * (1 << 20) and n_bytes % 65536 == 0
+    monkeypatch.setattr(status, "getpagesize", lambda: 4096)
+    assert status._resident_bytes(os.getpid()) < n_bytes / 8
 
 
 def test_rate_reports_current_and_last_minute_speed(monkeypatch):

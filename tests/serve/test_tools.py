@@ -127,6 +127,21 @@ def test_an_answer_with_a_schema_may_be_calls_instead():
 
 
 @pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ("{bad", "not valid JSON"),
+        ("[" * 60_000, "not valid JSON"),
+        ("true", "not an object"),
+        ("[]", "not an object"),
+    ],
+)
+def test_schema_that_is_not_an_object_is_refused_with_tools(schema, says):
+    """Regression: the request got status 500 and a traceback in the log."""
+    with pytest.raises(UsageError, match=says):
+        tools_of(body(), HERMES).grammar(Grammar("json_schema", schema))
+
+
+@pytest.mark.parametrize(
     ("given", "says"),
     [
         (body("required", tools=None), "tools is empty"),

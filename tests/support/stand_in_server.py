@@ -20,7 +20,8 @@ from starlette.routing import Route
 from parallel_llama.serve.page_files import page_routes
 
 MODEL = "stand-in"
-CONTEXT = 8192
+CONTEXT = 131072
+FITTING = 8192  # tokens that fit into the KV cache
 
 ANSWERS = {
     "hello": "Hello! What would you like to know?",
@@ -115,6 +116,7 @@ class StandIn:
 
     async def _models(self, _request: Request) -> Response:
         model = {"id": MODEL, "object": "model", "max_model_len": CONTEXT}
+        model["max_fitting_tokens"] = FITTING
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: Request) -> Response:
@@ -141,7 +143,7 @@ class StandIn:
             case ["cut", "and", "fail"]:
                 pieces = _events(["Half an"], reason="length")
             case ["full"]:
-                pieces = _events(["Half an"], reason="length", n_prompt=CONTEXT - 1)
+                pieces = _events(["Half an"], reason="length", n_prompt=FITTING - 1)
             case ["deep"]:
                 pieces = _events([">" * 4000] * 6)
             case ["slow"]:

@@ -9,9 +9,9 @@ class Trouble extends Error {
   }
 }
 
-// Append the response to a request to `answer`, and call `draw` after each piece. `context` is the
-// model's context length, or 0.
-export async function receive(answer, body, context, signal, draw) {
+// Append the response to a request to `answer`, and call `draw` after each piece. `most` is the
+// maximum number of tokens of the conversation and the answer together, or 0.
+export async function receive(answer, body, most, signal, draw) {
   const before = answer.measures ?? {};
   const started = performance.now();
   const seen = { n: 0, first: 0, last: 0 };
@@ -31,7 +31,7 @@ export async function receive(answer, body, context, signal, draw) {
       draw();
     }
     answer.ended ??= "stop";
-    if (answer.ended === "length" && context && answer.measures.n_context >= context) answer.ended = "full";
+    if (answer.ended === "length" && most && answer.measures.n_context >= most) answer.ended = "full";
   } catch (error) {
     answer.ended = signal.aborted ? "stopped" : "failed";
     if (!signal.aborted) answer.trouble = trouble(error);

@@ -2,7 +2,7 @@
 //
 // A turn is {id, at, version, question, answer}: `at` is when it was asked, `version` counts the
 // changes, `question` is a string. An answer is {content} and, once it has ended, `ended` ("stop",
-// "length", "full" if the context is full, "stopped" by the user, or "failed"), `trouble` if it
+// "length", "full" at the maximum length, "stopped" by the user, or "failed"), `trouble` if it
 // failed, and `measures`. It is `plain` if its Markdown cannot be rendered.
 //
 // Several tabs may change a conversation at once. `merge` gives the same result in any order and any

@@ -36,7 +36,7 @@ const sides = new Sides(
 );
 
 let conversation = firstConversation();
-let model = null; // {id, max_model_len}, once the server has sent it
+let model = null; // {id, max_fitting_tokens}, once the server has sent it
 let status = null;
 let hadTrouble = false; // since the last status
 let following = true; // scroll to the end of the conversation as it grows
@@ -150,8 +150,8 @@ function takeChats(imported) {
 
 // ---- answers ----
 
-// Ask a question that replaces the turns from an index on. Returns whether it fits in the context; if
-// not, `warning` shows why.
+// Ask a question that replaces the turns from an index on. Returns whether it fits; if not,
+// `warning` shows why.
 async function ask(text, warning, at = conversation.turns.length) {
   const asked = conversation;
   if (!text.trim() || !(await fits(text.trim(), warning, at)) || asked !== conversation) return false;
@@ -197,7 +197,8 @@ async function answer(asked, turn, continues = false) {
     asked.touch(turn);
     conversations.save(asked);
   });
-  await receive(answer, await request(asked, turn, continues), model?.max_model_len, running.stop.signal, draw);
+  const body = await request(asked, turn, continues);
+  await receive(answer, body, model?.max_fitting_tokens, running.stop.signal, draw);
   if (answering.get(asked.id) === running) answering.delete(asked.id);
   if (answer.trouble) {
     model = null; // the next answer may come from another server
@@ -213,13 +214,13 @@ async function request(asked, turn, continues) {
   const messages = asked.messages(settings.system, asked.turns.indexOf(turn), turn.question);
   if (continues) messages.push({ role: "assistant", content: turn.answer.content });
   const { max_tokens, ...sampling } = settings.sampling;
-  const { id, max_model_len } = (await modelOfServer()) ?? {};
-  const n = await countTokens(id, messages, max_model_len - max_tokens);
+  const { id, max_fitting_tokens } = (await modelOfServer()) ?? {};
+  const n = await countTokens(id, messages, max_fitting_tokens - max_tokens);
   return {
     model: id,
     messages,
     ...sampling,
-    max_tokens: n === null ? max_tokens : Math.max(1, Math.min(max_tokens, max_model_len - n)),
+    max_tokens: n === null ? max_tokens : Math.max(1, Math.min(max_tokens, max_fitting_tokens - n)),
     ...(continues ? { continue_final_message: true, add_generation_prompt: false } : {}),
   };
 }
@@ -263,7 +264,7 @@ function showToEnd() {
 
 function showContext() {
   const n = conversation.turns.at(-1)?.answer.measures?.n_context;
-  const most = status?.max_model_len;
+  const most = model?.max_fitting_tokens;
   byId("context").textContent = n ? `${count(n)}${most ? ` of ${count(most)}` : ""} tokens` : "";
 }
 
@@ -271,12 +272,12 @@ function showContext() {
 
 // Returns without counting tokens if the server has not sent its model yet.
 async function fits(text, warning, at) {
-  const { id, max_model_len } = model ?? {};
+  const { id, max_fitting_tokens } = model ?? {};
   const messages = conversation.messages(settings.system, at, text);
-  const n = await countTokens(id, messages, max_model_len - SCARCE_TOKENS);
-  warning.textContent = roomWords(n, max_model_len, messages.length === 1);
+  const n = await countTokens(id, messages, max_fitting_tokens - SCARCE_TOKENS);
+  warning.textContent = roomWords(n, max_fitting_tokens, messages.length === 1);
   warning.hidden = !warning.textContent;
-  return n === null || n < max_model_len;
+  return n === null || n < max_fitting_tokens;
 }
 
 let typing = 0;

@@ -1,4 +1,4 @@
-// Whether a conversation fits in the model's context.
+// Whether a conversation fits in the model's context and in the KV cache.
 
 import { count } from "./status.js";
 
@@ -34,13 +34,14 @@ function upperBound(messages) {
   return bytes.reduce((sum, each) => sum + each, TEMPLATE_TOKENS);
 }
 
-// A warning about `n` tokens before they are sent; "" if they fit.
-export function roomWords(n, context, isFirst) {
-  if (n === null || context - n >= SCARCE_TOKENS) return "";
-  const left = context - n;
+// A warning about `n` tokens before they are sent; "" if they fit. `most` is the maximum number of
+// tokens of the conversation and the answer together.
+export function roomWords(n, most, isFirst) {
+  if (n === null || most - n >= SCARCE_TOKENS) return "";
+  const left = most - n;
   if (left > 0) return `${left === 1 ? "Only one token is" : `Only ${count(left)} tokens are`} left for the answer.`;
   const tokens = n === Infinity ? "more text than the server accepts" : `${count(n)} tokens`;
   const what = isFirst ? "Your question has" : "This chat, with your question, has";
   const remedy = isFirst ? "Shorten it." : "Shorten the question, or start a new chat.";
-  return `${what} ${tokens}. The model accepts at most ${count(context - 1)}. ${remedy}`;
+  return `${what} ${tokens}. The server accepts at most ${count(most - 1)}. ${remedy}`;
 }

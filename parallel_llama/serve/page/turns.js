@@ -79,7 +79,11 @@ function withoutThinking(text) {
   return { thinking: thinking.trim(), body };
 }
 
-const ENDINGS = { length: "cut off at the token limit", full: "cut off: the context is full", stopped: "stopped" };
+const ENDINGS = {
+  length: "cut off at the token limit",
+  full: "cut off: the maximum length is reached",
+  stopped: "stopped",
+};
 
 function measuresWords({ n_tokens, tokens_per_s, first_token_s }, ended) {
   return [

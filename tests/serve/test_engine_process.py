@@ -1,0 +1,81 @@
+"""The engine process's reports to the frontend, with simulated ranks."""
+
+import socket
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from parallel_llama import engine_process
+from parallel_llama.engine import ranks as ranks_module
+from parallel_llama.engine.ranks import Ranks
+from parallel_llama.engine_process import EngineProcess
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.serve.wire import Frames, FrameSocket, Regrouping, from_engine
+
+
+@pytest.fixture
+def frontend(monkeypatch):
+    """The frontend's end of the socket, and the ranks of an engine process at the other end."""
+    monkeypatch.setattr(engine_process, "_REPORT_EVERY_S", 0.01)
+    own, engine_socket = socket.socketpair()
+    ranks = Mock()
+    with own, engine_socket:
+        EngineProcess(ranks, FrameSocket(engine_socket))
+        own.settimeout(20)
+        yield own, ranks
+
+
+def require_silence(own: socket.socket) -> None:
+    """Check that nothing arrives, except what was sent before."""
+    own.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while own.recv(1 << 10):
+            pass
+    own.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        own.recv(1)
+
+
+def test_engine_process_reports_while_the_ranks_form_a_group(frontend):
+    own, ranks = frontend
+    with ranks.regrouping():
+        messages = [from_engine.decode(body) for body in Frames().feed(own.recv(1 << 10))]
+    assert messages and set(messages) == {Regrouping()}
+    require_silence(own)
+
+
+def test_ranks_continue_if_the_frontend_has_closed_the_socket(frontend):
+    own, ranks = frontend
+    own.close()
+    with ranks.regrouping():
+        pass
+
+
+def test_failed_regroup_ends_the_reports(frontend):
+    own, ranks = frontend
+    with pytest.raises(RankError), ranks.regrouping():
+        own.recv(1)
+        raise RankError("rank 1 has died")
+    require_silence(own)
+
+
+def test_ranks_report_the_whole_regroup_even_if_a_second_rank_is_lost(monkeypatch):
+    """`rebuild` reads weights, and is the part that takes long."""
+    events: list[str] = []
+    ranks = Mock(regroups=[], comm=SimpleNamespace(size=1))
+    ranks.regrouping.return_value.__enter__ = lambda _: events.append("begin")
+    ranks.regrouping.return_value.__exit__ = lambda *_: events.append("end")
+    ranks._drop_lost.side_effect = ["rank 1 was lost", "rank 2 was lost"]
+    ranks._rank_processes.return_value.take_spares.return_value = 0
+
+    def rebuild(*_: object) -> None:
+        events.append("rebuild")
+        if len(events) == 2:
+            raise RankError("rank 2 was lost")
+
+    ranks._rebuild = rebuild
+    monkeypatch.setattr(ranks_module, "lead_group", Mock())
+    Ranks._regroup(ranks, RankError("rank 1 was lost"))
+    assert events == ["begin", "rebuild", "rebuild", "end"]
+    assert ranks.regroups[0].lost == "rank 1 was lost; rank 2 was lost"
