@@ -293,7 +293,8 @@ def hostname(_: Host) -> Check:
     name = socket.gethostname()
     address = _call_within(_NAME_S, lambda: socket.getaddrinfo(name, None)[0][4][0])
     if address is None:
-        remedy = f'echo "127.0.1.1 {name}" | sudo tee -a /etc/hosts'
+        # Not 127.0.1.1: rank 0 would listen there if MASTER_ADDR is the name of this host.
+        remedy = f"echo \"$(hostname -I | cut -d' ' -f1) {name}\" | sudo tee -a /etc/hosts"
         return Check("hostname", "warn", f"{name} cannot be resolved", remedy)
     return Check("hostname", "pass", f"{name} is {address}")
 

@@ -107,13 +107,15 @@ def _findings(comm: Communicator, device: torch.device) -> Iterator[Finding]:
         for rank in all_ranks:
             x = sent[rank].clone() if rank == comm.rank else torch.zeros_like(sent[rank])
             yield from _compared("broadcast", n_bytes, rank, comm.broadcast(x, rank), sent[rank])
+    # A ring rounds after each addition, so that every partial sum must be exact in every dtype.
+    n_small = max(1, (1 << min(_BITS.values())) // comm.size)
     cases = [(torch.float32, n) for n in _SIZES] + [(dtype, _ONE_SIZE) for dtype in _BITS]
     for dtype, n_bytes in cases:
         terms = [_integers(rank, n_bytes, dtype, device) for rank in all_ranks]
         for rank in all_ranks:  # one rank sends values, all other ranks send zeros
             x = terms[rank].clone() if rank == comm.rank else torch.zeros_like(terms[rank])
             yield from _compared("all_reduce", n_bytes, rank, comm.all_reduce(x), terms[rank])
-        small = [term.to(torch.float64).remainder(64).to(torch.int64) for term in terms]
+        small = [term.to(torch.float64).remainder(n_small).to(torch.int64) for term in terms]
         total = torch.stack(small).sum(0).to(torch.float32).to(dtype)
         x = comm.all_reduce(small[comm.rank].to(dtype))
         yield from _compared("all_reduce", n_bytes, -1, x, total)

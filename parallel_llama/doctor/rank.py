@@ -18,6 +18,7 @@ from parallel_llama.doctor.records import agreed, exchange
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import CheckpointError, UsageError, counted
+from parallel_llama.ops.cpu.jit import has_kernels
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import (
     give_up,
@@ -44,7 +45,7 @@ _REMEDIES: Mapping[str, str] = {  # by a part of the message of a RankError
     "late: no progress": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is the rank running?)",
     "never joined": "start the missing ranks, with the same MASTER_ADDR and MASTER_PORT",
     "found no other rank": "set MASTER_ADDR and MASTER_PORT to those of rank 0 (see ss -ltnp)",
-    "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS of rank 0 (hostname -i)",
+    "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS of rank 0 (hostname -I)",
     "cannot connect to the other ranks": "export GLOO_SOCKET_IFNAME=INTERFACE (ip -br addr)",
     "different collectives": "install the same version on all hosts",
 }
@@ -179,8 +180,9 @@ class Examination:
             return None, None
         _, n_local = ranks_sharing_gpus("auto", world()[1], visible_gpus())
         is_on_cpu = choose_device("auto", n_local, visible_gpus()) == "cpu"
+        exact = True if is_on_cpu and has_kernels() else None
         try:
-            return ModelSetup(LLMConfig(self.model, exact=True if is_on_cpu else None)), None
+            return ModelSetup(LLMConfig(self.model, exact=exact)), None
         except (UsageError, CheckpointError) as error:
             remedy = f"parallel-llama verify {self.model}"
             return None, Check("files", "fail", str(error), remedy)

@@ -1,8 +1,8 @@
 """A built-in model of random weights: every rank computes it alone, then all compute it together.
 
 On the CPU the bits of a result do not depend on the number of ranks, so results are compared bit by
-bit: ranks with each other, and with the digests that are recorded here. On GPUs they are compared
-with a tolerance.
+bit: ranks with each other, and with the digests that are recorded here. On GPUs, and on CPUs that
+have no kernels, they are compared with a tolerance.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from parallel_llama.errors import counted, named_ranks, ranks_do
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.ops import Scores, TorchOps
-from parallel_llama.ops.cpu.jit import this_machine
+from parallel_llama.ops.cpu.jit import computes, this_machine
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import make_plan
 
@@ -53,7 +53,7 @@ RECORDED: Mapping[int, str] = {
     64: "ac8702b45d2e2e853d20f6c5dfd59581",
 }
 
-_GPU_TOLERANCE = 1e-3  # relative to the largest logit
+_TOLERANCE = 1e-3  # of sums that are not exact, relative to the largest logit
 _REFERENCE_TOLERANCE = 1e-4
 _CPU = torch.device("cpu")
 
@@ -114,31 +114,32 @@ def arithmetic(comm: Communicator, alone: Alone) -> tuple[Check, set[int]]:
     reference = _reference()
     error = (alone.logits.cpu().to(torch.float64) - reference).abs().max() / reference.abs().max()
     results = exchange(comm, Result(alone.digest, float(error)), Result)
-    on_gpu = alone.logits.is_cuda
-    return judged(results, None if on_gpu else RECORDED.get(this_machine().vector_bytes), on_gpu)
+    is_exact = _is_exact(alone.logits.device)
+    recorded = RECORDED.get(this_machine().vector_bytes) if is_exact else None
+    return judged(results, recorded, is_exact)
 
 
 def judged(
-    results: Sequence[Result | None], recorded: str | None, on_gpu: bool = False
+    results: Sequence[Result | None], recorded: str | None, is_exact: bool = True
 ) -> tuple[Check, set[int]]:
     """The check of the results of all ranks, and the ranks that are wrong.
 
-    A rank is wrong if its error exceeds the limit. CPU ranks are also wrong if their digest is not
-    the expected one: the recorded digest if a rank has it, else the most frequent digest. If two
-    digests are equally frequent and no error exceeds the limit, a rank is wrong if its error is
-    over ten times the smallest.
+    A rank is wrong if its error exceeds the limit. With exact sums, a rank is also wrong if its
+    digest is not the expected one: the recorded digest if a rank has it, else the most frequent
+    digest. If two digests are equally frequent and no error exceeds the limit, a rank is wrong if
+    its error is over ten times the smallest.
     """
     lost_ranks = {rank for rank, result in enumerate(results) if result is None}
     if lost_ranks:
         seen = f"the results of {named_ranks(lost_ranks)} arrive damaged"
         return Check("arithmetic", "fail", seen, HARDWARE), lost_ranks
     known_results = [result for result in results if result is not None]
-    limit = _GPU_TOLERANCE if on_gpu else _REFERENCE_TOLERANCE
+    limit = _REFERENCE_TOLERANCE if is_exact else _TOLERANCE
     wrong = {rank for rank, result in enumerate(known_results) if not result.error <= limit}
     max_error = max(result.error for result in known_results)
     seen = f"{counted(len(known_results), 'rank')}, error {max_error:.1e}"
     counts = Counter(result.digest for result in known_results)
-    if len(counts) > 1 and not on_gpu:
+    if len(counts) > 1 and is_exact:
         (most_common, n_most), (_, n_next) = counts.most_common(2)
         right = recorded if recorded in counts else most_common if n_most > n_next else None
         if right is not None:
@@ -162,7 +163,7 @@ def judged(
     if recorded is not None and recorded not in counts:
         seen = f"{seen}; all equal, but different from the bits recorded for this kind of CPU"
         return Check("arithmetic", "warn", seen, HARDWARE), set()
-    how = "within the tolerance" if on_gpu else "equal bits"
+    how = "equal bits" if is_exact else "within the tolerance"
     suffix = ", as recorded" if recorded is not None else ""
     return Check("arithmetic", "pass", f"{seen}; {how}{suffix}"), set()
 
@@ -193,7 +194,7 @@ def tensor_parallel(
             which = named_ranks(differing_ranks, of=max_ranks)
             seen = f"{which}: decode steps give different logits"
             return Check("tensor-parallel", "fail", seen, HARDWARE)
-    how = "within the tolerance" if alone.logits.is_cuda else "equal bits"
+    how = "equal bits" if _is_exact(device) else "within the tolerance"
     if wrong:
         seen = f"{ranks_do(wrong, 'computes', 'compute')} wrong values; other ranks give {how}"
         return Check("tensor-parallel", "skip", seen)
@@ -210,8 +211,7 @@ class _Comparison(msgspec.Struct, frozen=True):
 def _compare(comm: Traced, device: torch.device, alone: Alone) -> _Comparison:
     runner = _load(comm, device)
     logits = _prefill(runner)
-    tolerance = _GPU_TOLERANCE if logits.is_cuda else 0.0
-    found = first_difference(alone.trace, comm.trace, tolerance)
+    found = first_difference(alone.trace, comm.trace, _tolerance(device))
     return _Comparison(found, not _differs(logits, alone, runner))
 
 
@@ -219,8 +219,7 @@ def _differs(logits: Tensor, alone: Alone, runner: ModelRunner) -> bool:
     """Whether the logits of this rank's vocabulary rows differ from those it computed alone."""
     vocab = runner.shard.vocab
     expected = alone.logits[: len(logits), vocab.start : vocab.stop]
-    tolerance = _GPU_TOLERANCE if logits.is_cuda else 0.0
-    return bool(differing(expected.contiguous(), logits, tolerance).any())
+    return bool(differing(expected.contiguous(), logits, _tolerance(logits.device)).any())
 
 
 def _failed_check(
@@ -272,11 +271,20 @@ def layer_names(layer: int, n_exchanges: int) -> list[str]:
     return [f"layer {layer}, {part}" for part in parts]
 
 
+def _is_exact(device: torch.device) -> bool:
+    """Whether sums are exact, so that the bits do not depend on the number of ranks."""
+    return computes(torch.float32, device)
+
+
+def _tolerance(device: torch.device) -> float:
+    return 0.0 if _is_exact(device) else _TOLERANCE
+
+
 def _load(comm: Communicator, device: torch.device) -> ModelRunner:
     runner = ModelRunner.load(
         ARGS,
         IntegerCheckpoint(ARGS, 0, _CPU),
-        make_plan(ARGS, comm.size, exact=device.type == "cpu"),
+        make_plan(ARGS, comm.size, exact=_is_exact(device)),
         comm,
         precision=Precision.plain("float32"),
         device=device,

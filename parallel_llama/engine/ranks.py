@@ -239,7 +239,7 @@ class Ranks:
                 failure = error
             self._regroup(failure)
 
-    def wait_as_spare(self, facts: str) -> RegroupOrder | None:
+    def wait_as_spare(self, facts: str) -> RegroupOrder:
         """On a spare, wait until rank 0 orders it to replace a lost rank.
 
         Args:
@@ -254,7 +254,7 @@ class Ranks:
             )
         record_stacks(self.setup.config.log_dir)  # shows rank 0 that this process is ready
         assert self._orders is not None
-        return self._orders.latest(None)
+        return self._orders.latest()
 
     def follow(self, order: RegroupOrder | None = None) -> None:
         """Serve rank 0 until it closes, on a rank above 0.
@@ -275,11 +275,10 @@ class Ranks:
                     self._rebuild(comm, order.n_threads)
                 rank_rpc.serve_rank(self.engine)
                 return
-            except RankError:
-                is_elastic = self.setup.config.elastic
-                order = orders.latest(self._timeouts.start_s) if is_elastic else None
-                if order is None:
+            except RankError as error:
+                if not self.setup.config.elastic or _are_tokens_wrong(error):
                     raise
+                order = orders.latest()  # rank 0 may still load, and sends orders later
 
     def _follow_links(self) -> None:
         """Serve rank 0, on a rank that another program has started."""
@@ -518,8 +517,15 @@ class Ranks:
         slice_of = setup.config.slice_of
         comm = self.comm if slice_of is None else Slice(slice_of[1])
 
-        def report_progress(n_bytes: int) -> None:
+        def keepalive() -> None:
             comm.keepalive()
+            if self._orders is not None:  # another rank may be lost meanwhile
+                self._orders.keepalive()
+            if isinstance(self._links, Link):
+                self._links.keepalive()
+
+        def report_progress(n_bytes: int) -> None:
+            keepalive()
             on_bytes(n_bytes)
 
         with _loading(setup), started_thread() as thread:
@@ -529,7 +535,7 @@ class Ranks:
                 self._runner = runner = self._load_model(setup, comm, report_progress, self._runner)
                 for name, adapter in setup.adapters.items():
                     runner.load_adapter(name, adapter)
-                    comm.keepalive()
+                    keepalive()
                 if setup.draft is not None:
                     self._draft_model = self._load_draft_model(setup.draft, comm, report_progress)
             tokenizer.result()

@@ -163,7 +163,7 @@ def _accept_all(
     try:
         while missing := expected - set(proven):
             if time.monotonic() > deadline:
-                raise NotConnected(f"{named_ranks(missing)} did not connect")
+                raise NotConnected(f"{named_ranks(missing)}: no connection in time")
             on_wait()
             with suppress(TimeoutError):
                 sock, _ = listener.accept()

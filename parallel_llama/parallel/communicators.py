@@ -46,6 +46,7 @@ from parallel_llama.parallel.rank_env import (
     SECRET_FILE,
     RankEnv,
     end_with_parent,
+    is_one_host,
     is_under_torchrun,
     is_watched,
     rank_env,
@@ -339,10 +340,27 @@ def address_to(host: str, port: int) -> ipaddress.IPv4Address | None:
     """The source address of packets from this host to `host`; None unless it is IPv4."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing
+            _, address = _resolved(host, port, socket.AF_INET)
+            probe.connect(address)  # sends nothing
             return ipaddress.IPv4Address(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def _resolved(
+    host: str, port: int, family: int = socket.AF_UNSPEC
+) -> tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]:
+    """The address of a host and its family; a loopback address only if the host has no other.
+
+    Raises: OSError if the host has no address of this family.
+    """
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+    own_family, *_, address = min(found, key=lambda each: _is_loopback(each[4]))
+    return own_family, address
+
+
+def _is_loopback(address: tuple[str | int | bytes, ...]) -> bool:
+    return ipaddress.ip_address(address[0]).is_loopback
 
 
 def _own_address(env: RankEnv) -> ipaddress.IPv4Address | None:
@@ -442,15 +460,16 @@ def _watch_for_objections(
 def _bound_socket(env: RankEnv) -> int | None:
     """The descriptor of a socket that is bound to the store's address; None if it is in use.
 
-    A socket of torch would listen on every interface.
+    A socket of torch would listen on every interface. Warns if other hosts cannot reach the
+    address: installers of Debian and Ubuntu give a host the address 127.0.1.1 for its own name.
     """
     if env.listen_fd is not None:
         return env.listen_fd
     try:
-        address = socket.getaddrinfo(env.host, env.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(address[0], socket.SOCK_STREAM)
+        family, address = _resolved(env.host, env.port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address[4])
+        sock.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:  # the rendezvous detects a second rank 0
             return None
@@ -458,6 +477,13 @@ def _bound_socket(env: RankEnv) -> int | None:
             f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="
             f"{env.port}: {error.strerror or error}; give an address of rank 0's own host"
         ) from error
+    if _is_loopback(address) and not is_one_host(env.size):
+        logger.warning(
+            "MASTER_ADDR=%s is %s on rank 0's host, which ranks of other hosts cannot reach; set "
+            "MASTER_ADDR to another address of this host on all ranks (hostname -I)",
+            env.host,
+            address[0],
+        )
     return sock.detach()
 
 

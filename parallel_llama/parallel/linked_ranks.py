@@ -17,6 +17,9 @@ identifies the process during the whole run.
 Each group has a number, and a connection for each pair of its ranks. Both ends of a connection
 prove that they know a key derived from this number, so a rank never accepts a connection of another
 group. Each rank listens at the same port as long as it runs.
+
+A rank that receives an order while it loads its shard for the old group connects to the new group,
+sends keepalives there, and joins when it has finished.
 """
 
 import hmac
@@ -103,15 +106,17 @@ class Connector:
         except NotConnected as error:
             raise RankError(
                 f"rank {rank} cannot connect to {error}; elastic needs TCP between all ranks, so "
-                "allow it in the firewall"
+                "allow it in the firewall, and check that no rank is stopped"
             ) from error
 
     def group(
         self, number: int, rank: int, members: Sequence[int], on_wait: Callable[[], None]
     ) -> Sockets:
-        """Forms the group with this number, of the processes with the first ranks `members`.
+        """Connects the group with this number, of the processes with the first ranks `members`.
 
-        Raises: RankError if it cannot be formed.
+        The ranks must wait for each other at a barrier before they use the group; see `joined`.
+
+        Raises: RankError if a rank cannot be reached.
         Collective: all members call it.
         """
         others = {other: first for other, first in enumerate(members) if other != rank}
@@ -121,7 +126,7 @@ class Connector:
         memory = HostMemory.alone(len(members), memory_bytes(len(members)))
         comm = Sockets(rank, connected, memory, self.timeouts, wait_policy(n_local))
         comm.on_wait = on_wait
-        return joined(comm)
+        return comm
 
 
 def link_ranks(
@@ -148,9 +153,9 @@ def link_ranks(
     connected = connector.connect("links", rank, peers_of_links, lambda: None)
     if rank == 0:
         links = Links(connector, connected)
-        return links, connector.group(0, 0, range(size), links.require_alive)
+        return links, joined(connector.group(0, 0, range(size), links.require_alive))
     link = Link(connector, connected[0], rank, size)
-    return link, connector.group(0, rank, range(size), link.require_no_order)
+    return link, joined(connector.group(0, rank, range(size), link.require_no_order))
 
 
 def _address_of(rank: int, store: SealedStore, limit_s: float) -> tuple[str, int]:
@@ -217,7 +222,7 @@ class Links:
             order = LinkOrder(self._number, rank, members)
             with suppress(OSError):  # the rank is lost, and `require_alive` will raise
                 sock.sendall(msgspec.json.encode(order) + b"\n")
-        return self._connector.group(self._number, 0, members, self.require_alive)
+        return joined(self._connector.group(self._number, 0, members, self.require_alive))
 
     def close(self) -> None:
         """Waits until the other ranks have left, at most _LEAVE_S seconds, and closes the links."""
@@ -253,18 +258,35 @@ class Link:
     def __init__(self, connector: Connector, sock: socket.socket, rank: int, size: int) -> None:
         self._connector, self._sock, self._first, self._size = connector, sock, rank, size
         self._unfinished_line = b""
+        # An order that arrived while this rank loaded its shard, and the connected group.
+        self._next: tuple[LinkOrder, Sockets] | None = None
         _prepare(sock)
 
     def require_no_order(self) -> None:
         """Raises: RankError if rank 0 has sent an order, or is lost; `latest` shows which."""
-        if _is_readable(self._sock, 0.0):
+        if self._next is not None or _is_readable(self._sock, 0.0):
             raise RankError("rank 0 forms a new group, or is lost")
+
+    def keepalive(self) -> None:
+        """Tells the ranks that wait in the group of a new order that this rank is still working.
+
+        Raises: RankError if rank 0 is lost.
+        """
+        if _is_readable(self._sock, 0.0):
+            self._close_next()
+            order = self.latest()
+            with suppress(RankError):  # a rank is lost, and rank 0 will send another order
+                self._next = order, self._connect(order)
+        if self._next is not None:
+            self._next[1].keepalive()
 
     def latest(self) -> LinkOrder:
         """Waits for an order. Returns: the last order that has arrived.
 
         Raises: RankError if rank 0 is lost.
         """
+        if self._next is not None and not _is_readable(self._sock, 0.0):
+            return self._next[0]
         lines: list[bytes] = []
         while not lines or _is_readable(self._sock, 0.0):
             _is_readable(self._sock, None)
@@ -285,7 +307,12 @@ class Link:
         """
         # `failures` takes the rank in its messages from RANK.
         os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(len(order.members)))
-        return self._connector.group(order.number, order.rank, order.members, self.require_no_order)
+        if self._next is not None and self._next[0] == order:
+            comm, self._next = self._next[1], None
+        else:
+            self._close_next()
+            comm = self._connect(order)
+        return joined(comm)
 
     def send_reason(self, why: str) -> None:
         """Sends rank 0 the reason why this rank ends."""
@@ -294,8 +321,17 @@ class Link:
             self._sock.send(line.encode() + b"\n")
 
     def close(self) -> None:
+        self._close_next()
         self._sock.close()
         self._connector.listener.close()
+
+    def _connect(self, order: LinkOrder) -> Sockets:
+        return self._connector.group(order.number, order.rank, order.members, self.require_no_order)
+
+    def _close_next(self) -> None:
+        if self._next is not None:
+            self._next[1].close()
+            self._next = None
 
     def _order(self, line: bytes) -> LinkOrder:
         try:

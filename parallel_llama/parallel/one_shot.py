@@ -27,6 +27,8 @@ from parallel_llama.parallel.gpu import gpu_id
 
 # Sums of more elements always use NCCL; sums of _TIMED_ELEMENTS are timed.
 _MAX_ELEMENTS = 1 << 18
+# Sums are in float32, which does not hold every value of other dtypes.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TIMED_ELEMENTS = tuple(1 << n for n in range(10, 19, 2))
 _ROUNDS, _REPLAYS = 20, 5
 
@@ -36,14 +38,14 @@ OneShot = Callable[[Tensor], Tensor]
 
 
 class OneShotSums(Communicator):
-    """One-shot all-reduces of up to `max_elements`; all other collectives go to `gpus`."""
+    """One-shot all-reduces of up to `max_elements` floats; other collectives go to `gpus`."""
 
     def __init__(self, gpus: Communicator, one_shot: OneShot, max_elements: int) -> None:
         self.rank, self.size, self.max_elements = gpus.rank, gpus.size, max_elements
         self._gpus, self._one_shot = gpus, one_shot
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not 0 < x.numel() <= self.max_elements or x.dtype == torch.float64:
+        if not 0 < x.numel() <= self.max_elements or x.dtype not in _DTYPES:
             return self._gpus.all_reduce(x)
         return x.copy_(self._one_shot(x.float().contiguous().view(-1)).view(x.shape))
 

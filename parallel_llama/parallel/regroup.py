@@ -2,7 +2,9 @@
 
 In the new group the lost ranks are missing, or spares replace them. The communicator of a group
 with a dead rank is broken, so rank 0 writes its orders to the stdin of the processes, one line of
-JSON each. A rank that waits in a collective of the old group leaves it when an order arrives.
+JSON each. A rank that waits in a collective of the old group leaves it when an order arrives. A
+rank that loads its shard for the old group finishes, because the next load copies rows from that
+shard; meanwhile it sends keepalives to the new group.
 """
 
 import os
@@ -52,6 +54,7 @@ class Orders:
     def __init__(self, fd: int = 0) -> None:
         self._fd = fd
         self._orders: queue.SimpleQueue[RegroupOrder] = queue.SimpleQueue()
+        self._newest: RegroupOrder | None = None
         Thread(target=self._read, name="orders", daemon=True).start()
 
     def require_no_order(self) -> None:
@@ -59,17 +62,16 @@ class Orders:
         if not self._orders.empty():
             raise RankError("rank 0 forms a new group")
 
-    def latest(self, limit_s: float | None) -> RegroupOrder | None:
-        """Returns the newest order, or None if no order arrives within `limit_s` seconds.
+    def keepalive(self) -> None:
+        """Tells the ranks that wait in the group of a new order that this rank is still working."""
+        if self._newest is not None and not self._orders.empty():
+            self._newest.region.keepalive(self._newest.rank)
 
-        If `limit_s` is None, it waits without a time limit.
-        """
-        try:
-            order = self._orders.get(timeout=limit_s)
-            while not self._orders.empty():
-                order = self._orders.get()
-        except queue.Empty:
-            return None
+    def latest(self) -> RegroupOrder:
+        """Waits for an order, without a time limit. Returns: the newest order."""
+        order = self._orders.get()
+        while not self._orders.empty():
+            order = self._orders.get()
         return order
 
     def _read(self) -> None:
@@ -81,7 +83,8 @@ class Orders:
             ):
                 *lines, unfinished_line = (unfinished_line + data).split(b"\n")
                 for line in lines:
-                    self._orders.put(msgspec.json.decode(line, type=RegroupOrder))
+                    self._newest = msgspec.json.decode(line, type=RegroupOrder)
+                    self._orders.put(self._newest)
         finally:
             os._exit(1)
 

@@ -209,6 +209,16 @@ class Region:
         policy = wait_policy(self.size)
         return SharedMemory(rank, self.size, memory, peers, policy, timeouts, stacks)
 
+    def keepalive(self, rank: int) -> None:
+        """Like `SharedMemory.keepalive`, for a rank that has not joined the group yet.
+
+        No-op if the memory no longer exists.
+        """
+        memory = _map(self.pid, self.fd, self.token, _total_bytes(self.size))
+        if memory is not None:
+            with memoryview(memory).cast("q") as cells:
+                cells[rank * LINE + _KEEPALIVES] += 1
+
 
 @dataclass(frozen=True)
 class HostMemory:

@@ -731,9 +731,10 @@ class Sockets(Communicator):
         failure = _FAILURE | reason << 2 * _RANK_BITS | finder << _RANK_BITS | culprit
         header = _HEADER.pack(failure, self._n_finished + 1)
         for rank, sock in self._sockets.items():
-            # Only between messages: within a message, the header would be read as values.
+            # Only between messages: within a message, the header would be read as values. Between
+            # exchanges, the size of a message that a kernel has sent may differ from _n_own_bytes.
             sent = self._cells[rank * CELLS + SENT]
-            if sent in (0, self._n_own_bytes):
+            if not self._busy or sent in (0, self._n_own_bytes):
                 with suppress(OSError):
                     sock.send(header)
 

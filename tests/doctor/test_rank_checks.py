@@ -1,17 +1,23 @@
 """Checks of ranks that run as threads. One rank sends, receives or computes wrong bits."""
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from model_folders import add_manifest
+from ranks import SILENCE_S, call_late_after
 from thread_ranks import Meeting, ThreadComm, run_on_threads
 from tiny_folder import write_chat_folder
 from torch import Tensor
 
+from parallel_llama.checkpoint import file_manifest
+from parallel_llama.checkpoint.manifest import hash_file
 from parallel_llama.doctor import facts, layers, pace, patterns, rank, tiny_model
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.facts import Facts, versions
@@ -51,6 +57,25 @@ def test_healthy_ranks_pass(alone):
     for checks in run_on_threads(3, step):
         assert [check.status for check in checks] == ["pass"] * 3, checks
         assert "1 to 3 ranks" in checks[-1].seen
+
+
+def reduces_in_a_ring(comm: ThreadComm) -> ThreadComm:
+    """Rounds the sums of a rank to the dtype after each addition, as NCCL's ring does."""
+
+    def all_reduce(x: Tensor) -> Tensor:
+        total, *parts = comm._exchange(x)
+        for part in parts:
+            total += part
+        return x.copy_(total)
+
+    comm.all_reduce = all_reduce
+    return comm
+
+
+def test_collectives_pass_if_sums_are_rounded_after_each_addition():
+    """Regression: bfloat16 sums of six or more ranks exceeded 256, and counted as wrong."""
+    found = run_on_threads(8, lambda comm: patterns.patterns(reduces_in_a_ring(comm), CPU))
+    assert [check.status for check in found] == ["pass"] * 8, found[0]
 
 
 def test_built_in_model_output_matches_recorded_digest(alone):
@@ -258,6 +283,45 @@ def test_a_rank_with_other_weights_is_named(tmp_path):
         assert check.seen == "rank 1 and rank 0 differ in model.safetensors"
 
 
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ops.cpu.jit", "engine.setup", "doctor.rank"):
+        monkeypatch.setattr(f"parallel_llama.{module}.has_kernels", lambda: False)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_healthy_ranks_without_kernels_pass_within_a_tolerance():
+    alone = compute_alone(CPU)
+
+    def step(comm: ThreadComm) -> list[Check]:
+        check, wrong = tiny_model.arithmetic(comm, alone)
+        return [check, tiny_model.tensor_parallel(comm, CPU, alone, wrong)]
+
+    for checks in run_on_threads(3, step):
+        assert [check.status for check in checks] == ["pass"] * 2, checks
+        assert all(check.seen.endswith("within the tolerance") for check in checks)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_files_and_layers_are_checked_on_a_cpu_without_kernels(tmp_path, monkeypatch):
+    """Regression: exact sums were requested, and their refusal was reported for the files."""
+    folder = str(write_chat_folder(tmp_path / "model"))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    examination = rank.Examination(folder, Timeouts(60, 60), lambda _: None, lambda _: None)
+    setups = [examination._setup()[0] for _ in range(2)]
+
+    def step(comm: ThreadComm) -> list[Check]:
+        setup = setups[comm.rank]
+        return [layers.files(comm, setup), layers.layers(comm, setup)]
+
+    for checks in run_on_threads(2, step):
+        assert [check.status for check in checks] == ["pass"] * 2, checks
+        assert checks[1].seen.endswith("within the tolerance")
+
+
 def test_a_folder_of_thousands_of_files_is_compared(tmp_path, monkeypatch):
     """Regression: the digests of more than 300 files did not fit into a record."""
     setup = ModelSetup(LLMConfig(str(write_chat_folder(tmp_path / "model")), tp_size=2))
@@ -265,6 +329,59 @@ def test_a_folder_of_thousands_of_files_is_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "fingerprint", lambda _: digests)
     checks = run_on_threads(2, lambda comm: layers.files(comm, setup))
     assert {check.status for check in checks} == {"pass"} and "2000 files" in checks[0].seen
+
+
+def test_files_above_the_limit_are_not_hashed(tmp_path, monkeypatch):
+    """Regression: each rank hashed its first file, whatever the size of the file."""
+    folder = write_chat_folder(tmp_path / "model")
+    add_manifest(folder)
+    weights = folder / "model.safetensors"
+    monkeypatch.setattr(layers, "_MAX_HASHED_BYTES", weights.stat().st_size - 1)
+    n_files = len(add_manifest(folder).files)
+    weights = folder / "model.safetensors"
+    monkeypatch.setattr(layers, "_MAX_HASHED_BYTES", weights.stat().st_size - 1)
+    hashed: list[str] = []
+
+    def record(path: Path, *_: object) -> str:
+        hashed.append(path.name)
+        return hash_file(path)
+
+    monkeypatch.setattr(file_manifest, "hash_file", record)
+    setup = ModelSetup(LLMConfig(str(folder)))
+    checks = []
+    for local_rank in range(n_files):
+        monkeypatch.setattr(layers, "local_world", lambda _, rank=local_rank: (rank, n_files))
+        checks.append(layers.files(Solo(), setup))
+    assert {check.status for check in checks} == {"pass"}
+    assert checks[-1].seen.startswith("0 files equal to manifest.json; 1 not hashed")
+    assert len(hashed) == n_files - 1 and weights.name not in hashed
+
+
+def hash_for_long(comm: Communicator, folder: str) -> Check:
+    """Rank 1 hashes its files for longer than the other rank waits in a collective."""
+    setup = ModelSetup(LLMConfig(folder, tp_size=2))
+
+    def hash_slowly(*arguments: Any) -> list[str]:
+        on_bytes = arguments[-1]
+        for _ in range(50 if comm.rank == 1 else 0):
+            time.sleep(0.1)
+            on_bytes(1)
+        return []
+
+    comm.barrier()
+    call_late_after(comm, 2.0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(layers, "damaged_files", hash_slowly)
+        check = layers.files(comm, setup)
+    call_late_after(comm, SILENCE_S)
+    return check
+
+
+def test_a_rank_that_still_hashes_its_files_is_not_late(tmp_path, ranks):
+    folder = write_chat_folder(tmp_path / "model")
+    add_manifest(folder)
+    checks = ranks(2).run(hash_for_long, str(folder))
+    assert [check.status for check in checks] == ["pass"] * 2
 
 
 def test_the_loss_of_a_rank_in_any_exchange_fails_a_check(monkeypatch):

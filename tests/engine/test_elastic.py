@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
+from typing import Any
 from unittest.mock import Mock
 
 import psutil
@@ -50,7 +52,8 @@ from parallel_llama.files.model_files import find_model
 from parallel_llama.ops.formats import DenseWeight, QuantWeight
 from parallel_llama.parallel import launch
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.failures import IntegrityError, RankError
+from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Grammar, Request
 
@@ -70,6 +73,26 @@ BIASED = TinyModel(
     8, 2, 32, 256, ffn_dim=96, family="gpt_oss",
     own={"num_local_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0},
 )  # fmt: skip
+
+
+# Ranks above 0 that load for 10 s more, except at the start.
+SLOW_RANKS = """
+import sys
+import time
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.ranks import main
+
+load = ModelRunner.load
+
+def load_slowly(*args, on_bytes, old_runner=None, **named):
+    for _ in range(100 if old_runner is not None or sys.argv[1:] else 0):
+        time.sleep(0.1)
+        on_bytes(0)
+    return load(*args, on_bytes=on_bytes, old_runner=old_runner, **named)
+
+ModelRunner.load = load_slowly
+sys.exit(main())
+"""
 
 
 class Failing(ThreadComm):
@@ -346,6 +369,18 @@ def test_spare_with_another_model_digest_is_refused(folder, monkeypatch):
         Ranks(ModelSetup(config), Mock()).wait_as_spare("another digest")
 
 
+def test_rank_with_flipped_bits_ends_without_waiting_for_an_order(folder, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    orders, finding = Mock(), IntegrityError("rank 1 of 2: the KV cache has changed")
+    rank_1 = Ranks(ModelSetup(LLMConfig(str(folder), tp_size=2, elastic=True)), orders)
+    rank_1._engine = rank_1._comm = Mock()
+    monkeypatch.setattr(rank_rpc, "serve_rank", Mock(side_effect=finding))
+    with pytest.raises(IntegrityError):
+        rank_1.follow()
+    orders.latest.assert_not_called()
+
+
 @pytest.mark.slow
 def test_lost_and_replaced_ranks_change_no_bit(folder, monkeypatch):
     """Ranks are lost while decoding, while the others recover, and idle, down to one rank.
@@ -397,6 +432,34 @@ def test_lost_and_replaced_ranks_change_no_bit(folder, monkeypatch):
         assert not llm.ranks.regroups[-1].lost and llm.ranks.regroups[-1].tp_size == 3
         assert llm.ranks.engine.statistics().n_accepted_tokens > 0
     assert not any(each.is_running() for each in seen - {psutil.Process()})
+
+
+@pytest.mark.slow
+def test_rank_lost_while_a_spare_loads_does_not_end_the_run(folder, tmp_path, monkeypatch):
+    """Regression: rank 0 gave up on the spare, which loads for longer than the time limit."""
+
+    def slow_ranks(_: str, *args: Any, **named: Any) -> launch.LocalRanks:
+        return launch.LocalRanks("slow_ranks", *args, **named)
+
+    (tmp_path / "slow_ranks.py").write_text(SLOW_RANKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(ranks, "LocalRanks", slow_ranks)
+    monkeypatch.setattr(ranks, "_RECOMPUTE_S", 1000.0)
+    with LLM(str(folder)) as alone:
+        expected = outputs_of(alone)
+    with LLM(str(folder), tp_size=3, elastic=True, spares=1, start_timeout_s=200) as llm:
+        llm.ranks._timeouts = Timeouts(200, 6)
+        pids = llm.ranks.pids()
+        later = Timer(2, os.kill, (pids[1], signal.SIGKILL))
+
+        def kill_at(n_tokens: int) -> None:
+            if n_tokens >= 100 and not later.ident:
+                os.kill(pids[2], signal.SIGKILL)
+                later.start()
+
+        assert outputs_of(llm, kill_at) == expected
+        (regroup,) = llm.ranks.regroups
+        assert (regroup.n_new, regroup.tp_size) == (1, 2) and regroup.seconds > 10
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import logging
 import os
 import pty
 import re
@@ -27,7 +28,13 @@ from parallel_llama.parallel import communicators
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
-from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, rank_env, world
+from parallel_llama.parallel.rank_env import (
+    RankEnv,
+    is_started_as_rank,
+    local_world,
+    rank_env,
+    world,
+)
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200  # for one or two seconds of work: only a hang may fail, not a busy machine
@@ -469,6 +476,37 @@ def test_secret_that_is_short_or_readable_by_others_is_refused(put, tmp_path, se
     put({**env, **secret_file(tmp_path / "secret", secret, mode)})
     with pytest.raises(UsageError, match=says):
         rank_env()
+
+
+def store_address(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> str:
+    """Where rank 0 listens if MASTER_ADDR is a name with these addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with socket.socket(fileno=communicators._bound_socket(RankEnv(0, 2, "host0", 0))) as sock:
+        return sock.getsockname()[0]
+
+
+def test_rank_0_prefers_an_address_that_other_hosts_can_reach(monkeypatch):
+    every = "0.0.0.0"  # stands for an address in a network
+    assert store_address(monkeypatch, "127.0.1.1", every) == every
+
+
+@pytest.mark.parametrize(
+    ("env", "is_warned"),
+    [
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host0"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.1.1"}, False),
+    ],
+)
+def test_rank_0_warns_if_other_hosts_cannot_reach_its_address(
+    put, monkeypatch, caplog, env, is_warned
+):
+    """Regression: the other ranks said that rank 0 did not answer, and rank 0 gave no reason."""
+    put(env)
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        assert store_address(monkeypatch, "127.0.1.1") == "127.0.1.1"
+    assert ("MASTER_ADDR=host0 is 127.0.1.1 on rank 0's host" in caplog.text) == is_warned
 
 
 def test_two_hosts_connect_on_the_network_of_master_addr(hosts):

@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from dataclasses import replace
 from ipaddress import IPv4Address
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -27,9 +29,9 @@ from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.linked_ranks import link_ranks
+from parallel_llama.parallel.linked_ranks import Links, link_ranks
 from parallel_llama.parallel.sealed_store import SealedStore
-from parallel_llama.parallel.sockets import MAX_BYTES, Endpoint
+from parallel_llama.parallel.sockets import MAX_BYTES, Endpoint, Sockets
 from parallel_llama.parallel.timeouts import Timeouts
 from parallel_llama.request import Completion
 
@@ -253,6 +255,68 @@ def test_remaining_ranks_form_a_new_group_after_each_loss():
         last.latest()
     for each in (*pair, comm, last, ranks[1][1], ranks[3][1], first.result(), ranks[0][1]):
         each.close()
+
+
+def limit_starts(ranks: list, start_s: float) -> None:
+    """Limits how long ranks wait for each other when they form a group, from now on."""
+    for own, _ in ranks:
+        own._connector = replace(own._connector, timeouts=Timeouts(LIMIT_S, start_s))
+
+
+def lose(links: Links, lost: tuple) -> str | None:
+    """Ends one rank. Returns: why, for rank 0."""
+    close([lost])
+    return links.drop_ended(LIMIT_S)
+
+
+def test_new_group_waits_for_a_rank_that_still_loads(monkeypatch):
+    """Regression: the others gave up after the limit. Rank 1 is lost while they wait for rank 3."""
+    monkeypatch.setattr("parallel_llama.parallel.sockets._KEEPALIVE_S", 0.05)
+    ranks = linked(4)
+    limit_starts(ranks, 3.0)
+    links, waiting, last = ranks[0][0], ranks[1][0], ranks[3][0]
+    has_loaded = Event()
+
+    def load_and_join() -> Sockets:
+        while not has_loaded.wait(0.05):
+            last.keepalive()
+        with pytest.raises(RankError):
+            ranks[3][1].barrier()
+        return last.group(last.latest())
+
+    lose(links, ranks[2])
+    with ThreadPoolExecutor(3) as pool:
+        joining = pool.submit(load_and_join)
+        first = pool.submit(links.group)
+        second = pool.submit(lambda: waiting.group(waiting.latest()))
+        time.sleep(5)
+        assert not first.done() and not second.done()
+        waiting._sock.shutdown(socket.SHUT_RDWR)  # as if its process had ended
+        with pytest.raises(RankError, match="rank 1 of 3 on 127"):
+            first.result()
+        with pytest.raises(RankError, match="or is lost"):
+            second.result()
+        assert lose(links, ranks[1]) == "rank 1 of 3 on 127.0.0.1 has ended or cannot be reached"
+        first = pool.submit(links.group)
+        time.sleep(5)
+        assert not first.done()
+        has_loaded.set()
+        pair = first.result(), joining.result()
+        sums = pool.map(lambda own: own.all_reduce(torch.ones(3)), pair)
+        assert [each.tolist() for each in sums] == [[2.0] * 3] * 2
+    for each in pair:
+        each.close()
+    close([ranks[0], ranks[3]])
+
+
+def test_new_group_gives_up_on_a_rank_that_sends_nothing():
+    ranks = linked(3)
+    limit_starts(ranks, 2.0)
+    links = ranks[0][0]
+    lose(links, ranks[2])
+    with pytest.raises(RankError, match="rank 0 cannot connect to rank 1: no connection in time"):
+        links.group()
+    close(ranks[:2])
 
 
 def test_elastic_in_torchrun_and_spares_for_external_ranks_are_refused(folder, put, monkeypatch):

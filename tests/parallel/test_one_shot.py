@@ -65,6 +65,8 @@ def test_small_sums_use_one_shot_and_other_sums_the_group(tp_size):
             ((64, 64), torch.bfloat16, True),
             ((65, 64), torch.float32, False),
             ((3, 5), torch.float64, False),
+            ((3, 5), torch.int32, False),
+            ((3, 5), torch.int64, False),
             ((0, 5), torch.float32, False),
         ):
             before = made.n_shots
@@ -72,6 +74,8 @@ def test_small_sums_use_one_shot_and_other_sums_the_group(tp_size):
             assert group.all_reduce(x) is x
             assert bool((x == math.comb(comm.size + 1, 2)).all()) and x.shape == shape
             assert made.n_shots - before == is_shot
+        large = torch.tensor([(1 << 30) - 1 if comm.rank == 0 else 0], dtype=torch.int32)
+        assert int(group.all_reduce(large)) == (1 << 30) - 1  # float32 rounds it to 1 << 30
         strided = torch.ones(4, 6)[:, ::2]
         assert group.all_reduce(strided) is strided and bool((strided == comm.size).all())
         assert group.all_gather(torch.ones(2)).shape == (comm.size, 2)

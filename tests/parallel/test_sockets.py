@@ -23,6 +23,7 @@ from test_shared_memory import compute_and_idle, compute_for_long, wait_for_rank
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps
+from parallel_llama.parallel import sockets
 from parallel_llama.parallel.authenticated_sockets import NotConnected, connect_all, listen
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
@@ -30,6 +31,7 @@ from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.sockets import MAX_BYTES, Endpoint, Sockets, connect
 from parallel_llama.parallel.stage_group import stage_group
 from parallel_llama.parallel.timeouts import Timeouts
+from parallel_llama.parallel.wait_policy import WaitPolicy
 
 LOOPBACK = IPv4Address("127.0.0.1")
 KEY = b"a key of 32 bytes, as a run has "
@@ -158,11 +160,29 @@ def test_no_timeout_wait_limits_computing_but_not_idling(what_rank_0_does, lost,
         assert all(each.startswith(outcome) for each in outcomes[1:])
 
 
-def die_in_a_stage(group: Communicator) -> str:
-    """Ranks 0 and 1 are a stage, and rank 1 dies in its exchange while rank 2 waits for rank 0."""
+def reduce_in_a_kernel(comm: Sockets) -> None:
+    """Completes an exchange in a kernel, after an exchange in Python of fewer bytes."""
+    ops, x = CPUOps(torch.float32, 4, {1}), torch.zeros(1, 1001)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # The kernel does not leave the exchange to Python.
+        monkeypatch.setattr(sockets, "_KERNEL_TRIES", dict.fromkeys(WaitPolicy, 1 << 20))
+        with ops.recording() as recording:
+            ops.all_reduce(x, comm)
+    comm.broadcast(torch.ones(1))
+    recording.replay()
+
+
+def die_in_a_stage(group: Communicator, is_recorded: bool) -> str:
+    """Ranks 0 and 1 are a stage, and rank 1 dies in its exchange while rank 2 waits for rank 0.
+
+    Args:
+        is_recorded: whether the last exchange of all ranks before is in a recorded step.
+    """
     comm = over_sockets(group, "aab")
     stage = stage_group(comm, [range(2), range(2, 3)], Timeouts(LIMIT_S, LIMIT_S))
     stage.all_reduce(torch.ones(4))
+    if is_recorded:
+        reduce_in_a_kernel(comm)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -175,10 +195,11 @@ def die_in_a_stage(group: Communicator) -> str:
     raise AssertionError("nobody noticed")
 
 
-def test_a_rank_that_dies_in_its_stage_is_named_on_other_hosts():
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_rank_that_dies_in_its_stage_is_named_on_other_hosts(is_recorded):
     """Regression: rank 2 named rank 0, which had left only because rank 1 had died."""
     with Ranks(3, False) as pool:
-        here, _, elsewhere = pool.outcomes(die_in_a_stage, lost=[1])
+        here, _, elsewhere = pool.outcomes(die_in_a_stage, is_recorded, lost=[1])
     assert here.startswith("rank 1 of 3 has died or left early; rank 0 was waiting for it")
     assert elsewhere.startswith("rank 1 of 3 has died or left early; rank 2 was waiting for it")
 
@@ -379,6 +400,16 @@ def test_unauthenticated_connection_gets_no_proof_and_no_rank():
         silent.close()
         held.close()
         second[0].close()
+
+
+def test_error_names_the_ranks_that_do_not_connect():
+    """Regression: callers wrote "cannot connect to rank 1 did not connect"."""
+    addresses = {1: ("127.0.0.1", 1), 2: ("127.0.0.1", 1)}
+    with (
+        listen(LOOPBACK) as listener,
+        pytest.raises(NotConnected, match=r"^ranks 1, 2: no connection in time$"),
+    ):
+        connect_all(0, listener, addresses, KEY, 0.2)
 
 
 def test_all_ranks_use_gloo_if_a_rank_cannot_be_reached(ranks):
