@@ -87,7 +87,7 @@ class EngineProcess:
             kv_bytes=capacity.n_bytes,
             kv_tokens=capacity.n_tokens,
             block_size=capacity.block_size,
-            longest=capacity.longest(self._inputs.max_seq_len),
+            longest=capacity.longest(self._inputs.longest),
             ranks=tuple(
                 wire.RankFacts(rank, n_bytes, pids.get(rank), cuda_bytes)
                 for rank, (n_bytes, cuda_bytes) in enumerate(

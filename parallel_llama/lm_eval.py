@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, shown
 from parallel_llama.llm import LLM
 from parallel_llama.request import Completion, SamplingParams
 
@@ -91,6 +91,14 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], **_: Any
     ) -> list[tuple[float, bool]]:
+        """Raises: UsageError for a continuation without tokens, before anything runs."""
+        for texts, _context, continuation in requests:
+            if not continuation:
+                raise UsageError(
+                    f"continuation {shown(texts and texts[1])} adds no token to its context: it is "
+                    "empty, or the tokenizer merges it with the end of the context; change the "
+                    "task's target_delimiter or choices"
+                )
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         # Leaves room for the one token that is drawn.
         prompts = [

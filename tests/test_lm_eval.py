@@ -130,6 +130,20 @@ def test_generate_until_applies_stop_strings_and_max_tokens():
     model.llm.close()
 
 
+def test_continuation_without_tokens_is_refused():
+    """Regression: its result was the log-likelihood of the context."""
+    from parallel_llama.lm_eval import ParallelLlama
+
+    model = ParallelLlama("smollm2", dtype="float32")
+    context = model.tok_encode("One, two")
+    scored = [(("One, two", ", three"), context, model.tok_encode(", three"))]
+    merged = [(("One, two", "o"), context, [])]
+    assert len(model._loglikelihood_tokens(scored)) == 1
+    with pytest.raises(UsageError, match="continuation 'o' adds no token to its context"):
+        model._loglikelihood_tokens(scored + merged)
+    model.llm.close()
+
+
 def test_every_token_of_a_text_longer_than_the_context_is_scored():
     """Each window has one token of context, and room for one token that is drawn."""
     from parallel_llama.lm_eval import ParallelLlama

@@ -27,9 +27,10 @@ from parallel_llama.cli.sampling_flags import FLAGS, SAMPLING, given_sampling, w
 from parallel_llama.cli.session import Meter, lead, leads
 from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, ending_raises
 from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError, escaped, quoted
+from parallel_llama.files.bounded_files import expanded
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
-from parallel_llama.tokenizer import Chat, Message
+from parallel_llama.tokenizer import Chat, Message, StreamDecoder
 from parallel_llama.tokenizer.answers import AnswerReader
 from parallel_llama.tokenizer.channels import ChannelText
 
@@ -169,8 +170,7 @@ class Conversation:
             self.turns, self.cut_off = [], ()
             self._say("a new conversation")
         elif name == "/system" and rest:
-            self.turns, self.cut_off, self.system = [], (), rest
-            self._say("a new conversation with this system message")
+            self._set_system(rest)
         elif name == "/retry" and not rest:
             self._retry()
         elif name == "/continue" and not rest:
@@ -178,10 +178,19 @@ class Conversation:
         elif name == "/set":
             self._set(rest)
         elif name == "/save" and rest:
-            self._save(Path(rest).expanduser())
+            self._save(expanded(rest))
         else:
             usage = "" if name not in NAMES else f"; write {_usage(name)}"
             self._say(f"not a command: {quoted(text)}{usage or did_you_mean(name, NAMES)}")
+
+    def _set_system(self, text: str) -> None:
+        try:
+            self.system = plain_text(text)
+        except ValueError:
+            self._say(f"/system {quoted(text)}: not UTF-8 text; type it in UTF-8")
+            return
+        self.turns, self.cut_off = [], ()
+        self._say("a new conversation with this system message")
 
     def _answer(self, text: str) -> None:
         turn = {"role": "user", "content": text}
@@ -200,9 +209,12 @@ class Conversation:
         if not self.cut_off:
             self._say("the last answer was not cut off" if self.turns else "no message yet")
             return
+        # The continuation begins with the whole character in which the answer was cut off, if any.
+        decoder = StreamDecoder(self.llm.input_processor.tokenizer, self.cut_off)
         answer = self._generate(lambda: self._limited_request(list(self.cut_off)))
         if answer is not None:
-            content = self._content(self.turns[-1]["content"] + answer)
+            start = self.turns[-1]["content"].removesuffix(decoder.flush())
+            content = self._content(start + answer)
             self.turns[-1] = {"role": "assistant", "content": content}
 
     def _content(self, answer: str) -> str:
@@ -267,8 +279,13 @@ class Conversation:
 
     def _cut_off_line(self, max_tokens: int) -> str:
         """Why an answer was cut off, and how to get the rest."""
-        if len(self.cut_off) >= self.llm.input_processor.longest:
-            return "the answer is cut off: the context is full; ask for the rest in a new message"
+        try:
+            self._limited_request(list(self.cut_off))
+        except ContextExceeded:
+            return (
+                "the answer is cut off: the context or KV cache is full; ask for the rest in a new "
+                "message"
+            )
         return (
             f"the answer is cut off at --max-tokens {max_tokens}; /continue continues it, "
             "/set max-tokens N allows longer answers"
@@ -279,21 +296,22 @@ class Conversation:
 
         Drops the oldest turns, with a notice, until the context has room for a short answer.
         """
-        n_dropped = 0
+        turns = self.turns
         min_tokens = min(self._max_tokens, MIN_ANSWER_TOKENS)
         while True:
-            chat = Chat([*self._system_messages(), *self.turns, turn], template_vars=self.variables)
+            chat = Chat([*self._system_messages(), *turns, turn], template_vars=self.variables)
             try:
                 request = self._limited_request(chat)
             except ContextExceeded:
-                if not self.turns:
+                if not turns:
                     raise
             else:
-                if request.max_tokens >= min_tokens or not self.turns:
+                if request.max_tokens >= min_tokens or not turns:
                     break
-            self.turns, n_dropped = self.turns[2:], n_dropped + 2
-        if n_dropped:
-            self._say(f"the context is full: dropped the {n_dropped} oldest messages")
+            turns = turns[2:]
+        if n_dropped := len(self.turns) - len(turns):
+            self._say(f"the context or KV cache is full: dropped the {n_dropped} oldest messages")
+        self.turns = turns
         return request
 
     @property
@@ -301,12 +319,15 @@ class Conversation:
         return self.params.max_tokens or self.llm.input_processor.max_seq_len
 
     def _limited_request(self, prompt: Chat | list[int]) -> Request:
-        """The request for --max-tokens tokens, or for as many as fit in the context.
+        """The request for --max-tokens tokens, or for as many as fit in context and KV cache.
 
         Raises: ContextExceeded if none fits.
         """
         inputs = self.llm.input_processor
-        request: Request = inputs.request(0, prompt, replace(self.params, max_tokens=None))
+        # With attention sinks, a text can grow without limit if the KV cache holds its window.
+        is_unlimited = inputs.n_cache_tokens == inputs.longest > inputs.max_seq_len
+        params = replace(self.params, max_tokens=self._max_tokens if is_unlimited else None)
+        request: Request = inputs.request(0, prompt, params)
         max_tokens = min(self._max_tokens, request.max_tokens)
         params = replace(request.params, max_tokens=max_tokens)
         return replace(request, params=params, adapter=self.adapter)
@@ -346,8 +367,9 @@ class Conversation:
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(line + "\n")
-        except OSError as error:
-            self._say(f"{path}: {error.strerror}; give another name")
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            reason = getattr(error, "strerror", None) or error
+            self._say(f"{path}: {reason}; give another name")
             return
         self._say(f"{len(self.turns)} messages in {path}")
 

@@ -30,7 +30,7 @@ from parallel_llama.request import Completion, Request
 
 Key = tuple[int, int]  # request index, choice
 
-_COMPLETE = ("stop", "length")  # finish reasons of completions that were not interrupted
+_COMPLETE = ("stop", "length", "no_token")  # finish reasons of uninterrupted completions
 _MAX_RUN_BYTES = 64 << 10
 _DIGESTS = ("model", "adapter", "set of prompts", "sampling or seed")
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")

@@ -254,6 +254,11 @@ class LLMConfig:
 
     def __post_init__(self) -> None:
         """Raises: UsageError for values that no model supports; `ModelSetup` checks more."""
+        for name in ("model", "draft_model", "log_dir"):
+            if (value := getattr(self, name)) is not None:
+                if not isinstance(value, str | PathLike):
+                    raise UsageError(f"{name}={value!r:.200}: use a string or a path")
+                object.__setattr__(self, name, str(value))
         if self.kv_split not in get_args(KVSplit):
             raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
         if self.exact not in (None, False, True):

@@ -192,7 +192,7 @@ class Ranks:
             if peak_bytes is not None:
                 self.cuda_bytes = tuple(self.comm.all_gather(torch.tensor(peak_bytes)).tolist())
         capacity, inputs = self._engine.capacity, setup.inputs
-        inputs.n_cache_tokens = capacity.longest(inputs.max_seq_len)
+        inputs.n_cache_tokens = capacity.longest(inputs.longest)
 
     @property
     def engine(self) -> Engine:
@@ -474,7 +474,7 @@ class Ranks:
             if engine is None:  # this process was a spare
                 self._engine = engine = self._make_engine(runner, capacity)
             engine.resume(runner, capacity, decode_unfinished(message), self._draft_model)
-        setup.inputs.n_cache_tokens = capacity.longest(setup.inputs.max_seq_len)
+        setup.inputs.n_cache_tokens = capacity.longest(setup.inputs.longest)
 
     def _join(self, facts: Mapping[str, str], on_wait: Callable[[Sequence[int]], None]) -> None:
         ranks = self._local_ranks

@@ -263,6 +263,14 @@ def test_chat_reports_filters_without_effect_once(model, capsys, monkeypatch):
         assert capsys.readouterr().err.count("--top-k has no effect") == n_times
 
 
+def test_chat_answer_with_attention_sinks_is_longer_than_the_context(model, capsys, monkeypatch):
+    """Regression: chat limited its answers to the context, as without sinks."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    flags = ("--max-seq-len=64", "--attention-sinks=4", "--max-tokens=99")
+    assert main(["chat", "--model", str(model), *flags]) == 0
+    assert "cut off at --max-tokens 99; /continue continues it" in capsys.readouterr().err
+
+
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, n_completions: int) -> None:
     """Simulates Ctrl-C after `n_completions` written completions; 0: never."""
     written = 0

@@ -23,7 +23,7 @@ from parallel_llama.request import (
     SamplingParams,
     resolve_max_tokens,
 )
-from parallel_llama.tokenizer import Chat
+from parallel_llama.tokenizer import Chat, StreamDecoder, Vocabulary
 from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_markers
 
 
@@ -155,15 +155,21 @@ def test_progress_is_not_shown_without_a_terminal():
     assert pipe.getvalue() == ""
 
 
+UNLIMITED = 1 << 30
+
+
 @dataclass
 class EchoModel:
     """Answers with the number of messages it was shown, and refuses one that says 'refuse'.
 
-    An answer has two tokens, 1 and 1, and ends as `finish_reason` says.
+    An answer has two tokens, 1 and 1, and ends as `finish_reason` says. A message has 10 tokens, or
+    5,000 if it says 'long'. The bytes of a token are its id.
     """
 
     tp_size: int = 1
     max_seq_len: int = 1000
+    n_cache_tokens: int = 1000
+    has_sinks: bool = False
     finish_reason: FinishReason = "stop"
     seen: list[list[dict[str, str]]] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
@@ -183,15 +189,29 @@ class EchoModel:
 
     @property
     def longest(self) -> int:
-        return self.max_seq_len
+        return UNLIMITED if self.has_sinks else self.max_seq_len
+
+    @property
+    def tokenizer(self) -> "EchoModel":
+        return self
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary([bytes([id]) for id in range(256)], {})
 
     def request(self, index: int, prompt: Chat | list[int], params: SamplingParams) -> Request:
         if isinstance(prompt, Chat):
             if prompt.messages[-1]["content"] == "refuse":
                 raise UsageError("the template refuses it")
             self.seen.append(list(prompt.messages))
-        ids = [1] * 10 * len(prompt.messages) if isinstance(prompt, Chat) else prompt
-        most = resolve_max_tokens(len(ids), params, self.max_seq_len)
+        ids = prompt
+        if isinstance(prompt, Chat):
+            n_long = sum(message["content"] == "long" for message in prompt.messages)
+            ids = [1] * (10 * len(prompt.messages) + 4990 * n_long)
+        limit = self.longest
+        if params.max_tokens is None:
+            limit = min(self.max_seq_len, self.n_cache_tokens + 1)
+        most = resolve_max_tokens(len(ids), params, limit)
         return Request(index, tuple(ids), replace(params, max_tokens=most), 0, frozenset())
 
     def run(self, requests: Sequence[Request], interrupted: Any) -> Iterator[Step]:
@@ -295,6 +315,25 @@ def test_a_refused_turn_is_forgotten_and_the_conversation_goes_on(monkeypatch, c
     assert "refuses it; /clear starts a new conversation" in capsys.readouterr().err
 
 
+def test_message_that_is_too_long_keeps_the_conversation(monkeypatch, capsys):
+    """Regression: all turns were dropped without a notice, and /continue raised IndexError."""
+    model = EchoModel(finish_reason="length")
+    talked = talk(monkeypatch, "1\nlong\n/continue\n", model)
+    assert [turn["content"] for turn in talked.turns] == ["1", "answer to 1\x1b[2J" * 2]
+    err = capsys.readouterr().err
+    assert "but the context has 1000" in err and "dropped" not in err
+
+
+def test_system_message_that_is_not_utf_8_is_refused(monkeypatch, capsys, tmp_path):
+    """Regression: /save raised UnicodeEncodeError, and left an empty file."""
+    path = tmp_path / "talk.jsonl"
+    stdin = io.BytesIO(b"1\n/system caf\xe9\n/save " + bytes(path) + b"\n")
+    talked = talk(monkeypatch, io.TextIOWrapper(stdin, "utf-8"), EchoModel(), "Be brief")
+    assert talked.system == "Be brief" and len(talked.turns) == 2
+    assert "/system 'caf\\udce9': not UTF-8 text" in capsys.readouterr().err
+    assert len(read_lines(str(path))[0].prompt.messages) == 3
+
+
 def test_unknown_command_is_not_sent_as_a_message(monkeypatch, capsys):
     model = EchoModel()
     talk(monkeypatch, "/claer\n/system\n/help\n/exi\n/exit\nnever\n", model)
@@ -356,6 +395,17 @@ def test_a_conversation_is_saved_as_a_line_for_generate(monkeypatch, capsys, tmp
     assert "write /save FILE" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("~no-such-user-x/a.jsonl", "No such file or directory"), ("a\0b", "embedded null byte")],
+)
+def test_conversation_continues_after_save_to_an_invalid_path(monkeypatch, capsys, name, reason):
+    """Regression: an unknown user or a NUL in the path ended the chat with a traceback."""
+    talk(monkeypatch, f"1\n/save {name}\n2\n", model := EchoModel())
+    assert len(model.asked) == 2
+    assert f"{reason}; give another name" in capsys.readouterr().err
+
+
 def test_cut_off_answer_is_reported_and_can_be_continued(monkeypatch, capsys):
     """Regression: such an answer ended in the middle of a sentence without a message."""
     model = EchoModel(finish_reason="length")
@@ -377,12 +427,46 @@ def test_continue_is_refused_unless_an_answer_was_cut_off(monkeypatch, capsys):
     assert len(model.asked) == 1 and "--max-tokens" not in err
 
 
-def test_answer_that_fills_the_context_cannot_be_continued(monkeypatch, capsys):
-    model = EchoModel(max_seq_len=12, finish_reason="length")
+@dataclass
+class EmojiModel(EchoModel):
+    """Answers with the four bytes of an emoji; the first answer is cut off after two bytes."""
+
+    def run(self, requests: Sequence[Request], _: Any) -> Iterator[Step]:
+        self.asked += requests
+        is_first = len(self.asked) == 1
+        tokens = tuple("🙂".encode())[:2] if is_first else tuple("🙂".encode())[2:]
+        decoder = StreamDecoder(self, requests[0].prompt)
+        text = "".join(map(decoder.push, tokens)) + decoder.flush()
+        ended = Completion(0, text, tokens, "length" if is_first else "stop", 3)
+        yield Step(0, text, ended, tokens)
+
+
+def test_answer_cut_off_inside_a_character_continues_with_that_character(monkeypatch):
+    """Regression: U+FFFD stayed in front of the character."""
+    talked = talk(monkeypatch, "1\n/continue\n", EmojiModel())
+    assert talked.turns[-1]["content"] == "🙂"
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("limits", [(12, 1000), (1000, 11)], ids=["context", "cache"])
+def test_answer_that_fills_context_or_cache_cannot_be_continued(
+    monkeypatch, capsys, limits, has_sinks
+):
+    """Regression: a full KV cache was reported as the limit of --max-tokens."""
+    model = EchoModel(1, *limits, has_sinks, finish_reason="length")
     talked = talk(monkeypatch, "1\n/continue\n", model)
     err = capsys.readouterr().err
-    assert "cut off: the context is full; ask for the rest in a new message" in err
+    assert "cut off: the context or KV cache is full; ask for the rest in a new message" in err
     assert len(model.asked) == 1 and len(talked.turns) == 2
+
+
+def test_conversation_with_attention_sinks_grows_beyond_the_context(monkeypatch, capsys):
+    """Regression: the oldest turns were dropped at the context, as without sinks."""
+    model = EchoModel(1, 15, UNLIMITED, has_sinks=True)
+    talk(monkeypatch, "1\n2\n3\n", model, None, SamplingParams(max_tokens=30))
+    assert [len(request.prompt) for request in model.asked] == [10, 30, 50]
+    assert [request.max_tokens for request in model.asked] == [30, 30, 30]
+    assert "dropped" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("presses", [1, 3])

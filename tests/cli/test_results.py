@@ -109,6 +109,15 @@ def test_interrupted_completion_is_not_written(path):
     assert keys_in(path) == [(0, 0)]
 
 
+def test_completion_without_an_allowed_next_token_is_written(path):
+    """Regression: it was never written, so that --resume generated it again each time."""
+    file = ResultFile(path, requests(1), RUN, resume=False)
+    file.open()
+    file.write(completion(0, finish_reason="no_token"))
+    file.close()
+    assert keys_in(path) == [(0, 0)] and file.is_complete
+
+
 def test_each_line_is_flushed_when_it_is_written(path):
     file = ResultFile(path, requests(), RUN, resume=False)
     file.open()

@@ -1,5 +1,6 @@
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -15,6 +16,13 @@ def test_settings_reach_other_processes_unchanged():
     line = json.dumps(config.to_json()).encode()
     assert LLMConfig.from_json(line) == config
     assert LLMConfig.from_json(line).facts() == config.facts()
+
+
+def test_paths_are_stored_as_strings(tmp_path):
+    """Regression: a Path could not be sent to the other ranks."""
+    config = LLMConfig(Path("model"), draft_model=Path("draft"), log_dir=tmp_path)
+    assert config == LLMConfig("model", draft_model="draft", log_dir=str(tmp_path))
+    assert LLMConfig.from_json(json.dumps(config.to_json()).encode()) == config
 
 
 @pytest.mark.parametrize("line", [b"[]", b'{"block_size": "16"}', b'{"slice_of": [1]}'])
@@ -46,6 +54,8 @@ def test_slice_of_a_rank_out_of_range_is_refused(slice_of):
         ({"block_size": 16.0}, r"block_size=16\.0: use a whole number"),
         ({"attention_sinks": 1.5}, r"attention_sinks=1\.5: use a whole number"),
         ({"timeout_s": 0}, "timeout_s=0: use a number of seconds above 0"),
+        ({"model": b"m"}, "model=b'm': use a string or a path"),
+        ({"draft_model": 7}, "draft_model=7: use a string or a path"),
         ({"log_dir": "/no/such"}, "log_dir=/no/such: use a folder that exists and can be written"),
         ({"start_timeout_s": float("nan")}, "start_timeout_s=nan: use a number of seconds"),
     ],
