@@ -76,7 +76,7 @@ def conversation(
             )
         log_ignored(name if name == "reasoning_effort" else "chat_template_kwargs")
     chat = replace(chat, template_vars=used_vars)
-    return chat if supports_tools(template) else _with_tools_as_text(chat)
+    return chat if supports_tools(template) else _with_tools_as_text(chat, template)
 
 
 def supports_tools(template: ChatTemplate | None) -> bool:
@@ -96,8 +96,12 @@ def _tool_object(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _with_tools_as_text(chat: Chat) -> Chat:
-    """The chat with functions and calls as text."""
+def _with_tools_as_text(chat: Chat, template: ChatTemplate | None) -> Chat:
+    """The chat with functions and calls as text.
+
+    The functions are described in the system message. If the client sends no system message and the
+    template does not support them, they are described before the first user message.
+    """
     messages: list[Message] = []
     for is_tool, messages_of_kind in groupby(
         chat.messages, lambda message: message["role"] == "tool"
@@ -115,9 +119,15 @@ def _with_tools_as_text(chat: Chat) -> Chat:
             json.dumps(tool["function"], ensure_ascii=False) for tool in chat.tools
         )
         text = _TOOLS_AS_TEXT.format(functions=functions)
-        if messages[0]["role"] == "system":
-            text = f"{text_of(messages.pop(0))}\n\n{text}"
-        messages.insert(0, {"role": "system", "content": text})
+        first = messages[0]
+        if first["role"] == "system":
+            messages[0] = {**first, "content": f"{text_of(first)}\n\n{text}"}
+        elif template is None or template.takes_system:
+            messages.insert(0, {"role": "system", "content": text})
+        elif first["role"] == "user":
+            messages[0] = {**first, "content": f"{text}\n\n{text_of(first)}"}
+        else:
+            messages.insert(0, {"role": "user", "content": text})
     return replace(chat, messages=messages, tools=())
 
 

@@ -88,7 +88,8 @@ class ChatTemplate(Protocol):
     """The chat format of a model.
 
     `stop_ids` are the tokens that end the assistant's turn according to the model's files.
-    `template_text` is the source of the template, "" for a built-in format.
+    `template_text` is the source of the template, "" for a built-in format. `takes_system` is false
+    if the format has no system messages.
     """
 
     @property
@@ -96,6 +97,9 @@ class ChatTemplate(Protocol):
 
     @property
     def template_text(self) -> str: ...
+
+    @property
+    def takes_system(self) -> bool: ...
 
     def encode(self, chat: Chat) -> list[int]:
         """Token ids of the conversation, up to the beginning of the assistant's next answer.

@@ -24,6 +24,7 @@ class Llama3Chat:
         "ipython": "ipython",
     }  # fmt: skip
     template_text = ""
+    takes_system = True
 
     def __init__(self, tokenizer: TiktokenTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -58,6 +59,7 @@ class Llama2Chat:
     ROLES = ("system", "user", "assistant")
     TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
     template_text = ""
+    takes_system = True
 
     def __init__(self, tokenizer: SentencePieceTokenizer, bos_id: int, eos_id: int) -> None:
         self._tokenizer = tokenizer
@@ -124,6 +126,7 @@ class MistralChat:
     VERSIONS = (1, 2, 3, 7, 11, 13)
     TAGS = ("[INST]", "[/INST]")
     template_text = ""
+    takes_system = True
 
     def __init__(self, tokenizer: Tokenizer, version: int) -> None:
         self._tokenizer, self._version = tokenizer, version

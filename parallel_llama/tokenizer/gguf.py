@@ -28,6 +28,8 @@ TEMPLATE_FIELDS = {
     "default": "tokenizer.chat_template",
     "tool_use": "tokenizer.chat_template.tool_use",
 }
+# Phi-3's tokens after which its tokenizer keeps whitespace, as in llama.cpp's src/llama-vocab.cpp.
+_KEEP_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
 # Names of special tokens in templates, and in the keys of the file.
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -110,10 +112,19 @@ class GGUFVocabulary:
         ids = {name: self.token_id(key) for name, key in _NAMES.items()}
         return {name: self.tokens[id] for name, id in ids.items() if id is not None}
 
-    def user_defined(self) -> dict[int, str]:
-        """Non-special tokens that are matched before a text is split."""
-        tokens = enumerate(zip(self.tokens, self.types, strict=True))
-        return {id: token for id, (token, kind) in tokens if kind == spm.USER_DEFINED}
+    def added(self) -> list[AddedToken]:
+        """Tokens that SentencePiece does not match as the model's own tokenizer does.
+
+        These are the user-defined tokens. In a Phi-3 file they include the special tokens, because
+        a GGUF file cannot state that whitespace after such a token is not encoded.
+        """
+        strips = self._fields.get("general.architecture") == "phi3"
+        kinds = (spm.CONTROL, spm.USER_DEFINED) if strips else (spm.USER_DEFINED,)
+        return [
+            AddedToken(id, token, kind == spm.CONTROL, strips and token not in _KEEP_WHITESPACE)
+            for id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in kinds
+        ]
 
     def damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: damaged tokenizer: {why}")
@@ -181,7 +192,6 @@ def _bpe(
 
 
 def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceTokenizer:
-    user_defined = vocabulary.user_defined().items()
     bos_id = vocabulary.token_id("bos", default=1)
     return SentencePieceTokenizer(
         _proto(vocabulary),
@@ -189,7 +199,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceTokenizer:
         bos_id=bos_id,
         adds_bos=vocabulary.value("add_bos_token", bool, True),
         eos_ids=vocabulary.eos_ids(default=2),
-        added=[AddedToken(id, text, is_special=False) for id, text in user_defined],
+        added=vocabulary.added(),
     )
 
 
@@ -264,8 +274,12 @@ def _sentencepiece_config(
     """What tokenizer.model does not contain: the texts of bos and eos, and added tokens."""
     tokens = vocabulary.tokens
     added = {
-        str(id): {"content": token, "special": False}
-        for id, token in vocabulary.user_defined().items()
+        str(token.id): {
+            "content": token.text,
+            "special": token.is_special,
+            "rstrip": token.strips_right,
+        }
+        for token in vocabulary.added()
     }
     config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
     if tokenizer.bos_id is not None:

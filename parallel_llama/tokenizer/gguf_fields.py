@@ -55,8 +55,8 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
         vocab_size: the model's vocabulary size, to which the tokens are padded.
         defaults: the sampling defaults, with the ids that end a text.
 
-    Raises: UsageError for a tokenizer that no GGUF file can state, or that would encode text
-    differently after reading the fields back; CheckpointError if its files are damaged.
+    Raises: UsageError for a tokenizer that no GGUF file can state, or that would encode or decode
+    text differently after reading the fields back; CheckpointError if its files are damaged.
     """
     tokenizer, config = load_tokenizer(folder), read_tokenizer_config(folder)
     fields = _byte_level_fields(folder) or _spm_fields(folder, config)
@@ -65,6 +65,7 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
             f"{folder}: has no tokenizer of a type of GGUF files: byte-level BPE in "
             f"tokenizer.json, or SentencePiece BPE in tokenizer.model; {_INSTEAD}"
         )
+    _drop_special_beyond(fields, vocab_size, folder)
     tokens = fields["tokens"]
     n_missing = vocab_size - len(tokens)
     if n_missing < 0:
@@ -84,6 +85,24 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     return gguf_fields | {
         key: templates[name] for name, key in TEMPLATE_FIELDS.items() if name in templates
     }
+
+
+def _drop_special_beyond(fields: dict[str, Any], vocab_size: int, folder: Path) -> None:
+    """Drops special tokens at the end that have no row in the model, as llama.cpp's converter does.
+
+    Such a token cannot be in a prompt: its id is beyond the model's vocabulary.
+    """
+    end = len(fields["tokens"])
+    while end > vocab_size and fields["token_type"][end - 1] == spm.CONTROL:
+        end -= 1
+    if dropped := fields["tokens"][end:]:
+        logger.warning(
+            "%s: the special tokens %.200s have ids beyond the model's %d tokens and are left out",
+            folder, ", ".join(dropped), vocab_size,
+        )  # fmt: skip
+    for key in ("tokens", "token_type", "scores"):
+        if key in fields:
+            del fields[key][end:]
 
 
 def _byte_level_fields(folder: Path) -> dict[str, Any] | None:
@@ -169,7 +188,7 @@ def _spm_fields(folder: Path, config: TokenizerConfig) -> dict[str, Any] | None:
     tokens = [piece.piece for piece in proto.pieces]
     scores = [piece.score for piece in proto.pieces]
     types = [piece.type for piece in proto.pieces]
-    for id, text, is_special in sorted(config.added):
+    for id, text, is_special, _ in sorted(config.added):
         if id < len(tokens) and types[id] == spm.UNKNOWN:
             continue
         tokens[id : id + 1] = [text]
@@ -177,7 +196,10 @@ def _spm_fields(folder: Path, config: TokenizerConfig) -> dict[str, Any] | None:
         types[id : id + 1] = [spm.CONTROL if is_special else spm.USER_DEFINED]
     fields = {
         "model": "llama",
-        "tokens": tokens,
+        "tokens": [
+            token.replace(spm.SPACE, " ") if kind == spm.USER_DEFINED else token
+            for token, kind in zip(tokens, types, strict=True)
+        ],
         "scores": scores,
         "token_type": types,
         "unknown_token_id": trainer.unk_id,
@@ -214,14 +236,16 @@ def _special_ids(
 
 
 def _require_same(folder: Path, tokenizer: Tokenizer, written: Tokenizer) -> None:
-    """Raises: UsageError if the written tokenizer encodes a text differently."""
+    """Raises: UsageError if the written tokenizer encodes or decodes a text differently."""
     samples = [_SAMPLE]
     if not isinstance(written, SentencePieceTokenizer):
-        names = [*tokenizer.vocabulary.special_ids][:_N_SAMPLED]
+        special_ids = tokenizer.vocabulary.special_ids
+        names = [text for text, id in special_ids.items() if id < written.vocab_size][:_N_SAMPLED]
         samples.append(" a ".join(names) + "b".join(names))
     for sample in samples:
-        if tokenizer.encode(sample) != written.encode(sample):
+        ids = tokenizer.encode(sample)
+        if ids != written.encode(sample) or tokenizer.decode(ids) != written.decode(ids):
             raise UsageError(
-                f"{folder}: its tokenizer encodes text differently from the one that a GGUF file "
-                f"can state; {_INSTEAD}"
+                f"{folder}: its tokenizer encodes or decodes text differently from the one that a "
+                f"GGUF file can state; {_INSTEAD}"
             )

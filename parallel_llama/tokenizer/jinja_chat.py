@@ -280,6 +280,16 @@ class JinjaChat:
         return "part-one" in text and "part-two" in text and "part-mark" not in text
 
     @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template writes the text of a system message."""
+        system = {"role": "system", "content": "system-mark"}
+        try:
+            text = self._render(self._template, Chat([system, {"role": "user", "content": "text"}]))
+        except (UsageError, CheckpointError):
+            return False
+        return "system-mark" in text
+
+    @cached_property
     def _marks(self) -> re.Pattern[str]:
         return re.compile(longest_of(self._markup))
 

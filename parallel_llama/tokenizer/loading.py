@@ -135,8 +135,9 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[AddedToken, ...
                 f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has {key!r:.80} with "
                 f"{value!r:.80}; it maps ids to tokens"
             )
-        is_special = isinstance(value, dict) and bool(value.get("special"))
-        texts[int(key)] = AddedToken(int(key), text, is_special)
+        settings = value if isinstance(value, dict) else {}
+        is_special, strips_right = bool(settings.get("special")), bool(settings.get("rstrip"))
+        texts[int(key)] = AddedToken(int(key), text, is_special, strips_right)
     return tuple(texts.values())
 
 

@@ -73,11 +73,13 @@ _RULES: dict[PreTokenizer, str] = {
     PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", r"[0-9]{3}")): "default",
     PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2_PATTERN, r"[0-9]{3}")): "falcon",
     PreTokenizer((GPT2_PATTERN,)): (
-        "gpt-2 phi-2 olmo mpt jais trillion mellum exaone4 gigachat a.x-4.0 granite-docling"
+        "gpt-2 phi-2 jais trillion mellum exaone4 gigachat a.x-4.0 granite-docling"
     ),
+    PreTokenizer((GPT2_PATTERN,), composes=True): "olmo mpt",
     PreTokenizer((r"\p{N}", GPT2_PATTERN)): (
-        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"
+        "smollm starcoder refact codeshell exaone minerva-7b mellum2"
     ),
+    PreTokenizer((r"\p{N}", GPT2_PATTERN), composes=True): "command-r",
     PreTokenizer((LLAMA3_PATTERN,), whole_words=True, adds_bos=True): (
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2"
     ),
@@ -87,7 +89,8 @@ _RULES: dict[PreTokenizer, str] = {
     PreTokenizer((_QWEN2,), composes=True): "qwen2",
     PreTokenizer((_QWEN2,)): ("deepseek-r1-qwen stablelm2 megrez kormo hunyuan solar-open grok-2"),
     PreTokenizer(
-        (_QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),)
+        (_QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),),
+        composes=True,
     ): "qwen35",
     PreTokenizer((_QWEN2.replace(r"]+[\r\n]*", "]+"),)): "seed-coder",
     PreTokenizer((_QWEN2.removeprefix(_CONTRACTIONS + "|"),)): "ufakzeka",

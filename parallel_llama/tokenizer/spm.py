@@ -22,11 +22,15 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class AddedToken(NamedTuple):
-    """A token that a file other than the model adds, or marks as a unit of text."""
+    """A token that a file other than the model adds, or marks as a unit of text.
+
+    Whitespace after a token with `strips_right` is not encoded, as in transformers.
+    """
 
     id: int
     text: str
     is_special: bool
+    strips_right: bool = False
 
 
 def parse_spm(data: bytes, source: str) -> Any:
@@ -56,7 +60,8 @@ class SentencePieceTokenizer(Tokenizer):
     space that Mistral's code leaves to SentencePiece.
 
     Args:
-        added: tokens from other files; they are matched like special tokens.
+        added: tokens from other files, matched like special tokens. Those that are not special are
+            also matched in text whose special tokens are not parsed, as in transformers.
 
     Raises: CheckpointError if SentencePiece cannot use the model.
     """
@@ -82,17 +87,23 @@ class SentencePieceTokenizer(Tokenizer):
         vocabulary = _vocabulary(proto, added, source)
         prefix = [bos_id] if adds_bos and bos_id is not None else []
         super().__init__(vocabulary, bos_id, eos_ids, prefix)
+        special_ids = vocabulary.special_ids
         added_ids = {token.text: token.id for token in added}
-        self._specials = SpecialTokens({**vocabulary.special_ids, **added_ids})
+        unit_ids = {text: id for text, id in added_ids.items() if text not in special_ids}
+        self._specials = SpecialTokens({**special_ids, **added_ids})
+        self._units = SpecialTokens(unit_ids)
+        self._strips_right = frozenset(token.id for token in added if token.strips_right)
 
     def _encoded(self, text: str, special: bool) -> list[int]:
         ids: list[int] = []
-        for part in self._specials.split(text) if special else [text]:
+        for part in (self._specials if special else self._units).split(text):
             if isinstance(part, int):
                 ids.append(part)
-            else:
-                spm = self._spm_inside if ids and part.startswith(" ") else self._spm
-                ids += spm.EncodeAsIds(part)
+                continue
+            if ids and ids[-1] in self._strips_right:
+                part = part.lstrip()
+            spm = self._spm_inside if ids and part.startswith(" ") else self._spm
+            ids += spm.EncodeAsIds(part)
         return ids
 
     def _continued(self, text: str) -> list[int]:
@@ -145,7 +156,7 @@ def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabul
     pieces: list[bytes] = []
     special_ids: dict[str, int] = {}
     openings: dict[int, bytes] = {}
-    units = {piece.piece for piece in proto.pieces if piece.type == USER_DEFINED}
+    units = {_spelled(piece.piece) for piece in proto.pieces if piece.type == USER_DEFINED}
     drops_space = proto.normalizer_spec.add_dummy_prefix
     for id, piece in enumerate(proto.pieces):
         text, kind = piece.piece, piece.type
@@ -157,23 +168,27 @@ def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabul
         elif kind == UNKNOWN:
             pieces.append(proto.trainer_spec.unk_surface.encode())
         else:
-            spelled = text.replace(SPACE, " ").encode()
-            pieces.append(spelled)
+            pieces.append(_spelled(text).encode())
             if drops_space and text.startswith(SPACE):
-                openings[id] = spelled[1:]
-    for id, text, is_special in sorted(added):
+                openings[id] = pieces[id][1:]
+    for id, text, is_special, _ in sorted(added):
         if not 0 <= id <= len(pieces):
             raise CheckpointError(
                 f"{source}: added token {text!r} has id {id}, beyond the model's {len(pieces)} "
                 "pieces"
             )
-        pieces[id : id + 1] = [text.encode()]
+        spelled = text if is_special else _spelled(text)
+        pieces[id : id + 1] = [spelled.encode()]
         openings.pop(id, None)
         if is_special:
             special_ids[text] = id
         else:
-            units.add(text)
+            units.add(spelled)
     return Vocabulary(pieces, special_ids, openings, frozenset(units))
+
+
+def _spelled(piece: str) -> str:
+    return piece.replace(SPACE, " ")
 
 
 def _byte(text: str, source: str) -> bytes:

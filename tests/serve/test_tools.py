@@ -11,6 +11,7 @@ from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, ChosenFunction, Tool, ToolChoice, ToolFunction
 from parallel_llama.serve.tools import conversation, tools_of
 from parallel_llama.structured.grammar_check import compile_grammar
+from parallel_llama.tokenizer.jinja_chat import JinjaChat
 
 RAIN = ToolFunction(
     name="rain",
@@ -38,7 +39,7 @@ def inputs(template_text, special=()):
     """The part of an input processor that tools use."""
     vocabulary = SimpleNamespace(special_ids=dict.fromkeys(special, 1))
     return SimpleNamespace(
-        chat_template=SimpleNamespace(template_text=template_text),
+        chat_template=SimpleNamespace(template_text=template_text, takes_system=True),
         tokenizer=SimpleNamespace(vocabulary=vocabulary),
     )
 
@@ -177,6 +178,36 @@ def test_template_without_tools_gets_them_in_the_system_message():
     assert called == {"role": "assistant", "content": HERMES_TIME}
     assert returned["role"] == "user"
     assert returned["content"].count("<tool_response>") == 2 and "noon" in returned["content"]
+
+
+REFUSAL = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+WRITES = "{% for m in messages %}{{ m['role'] ~ ': ' ~ m['content'] ~ ';' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        (REFUSAL + WRITES, "user"),
+        (WRITES.replace(" %}", " if m['role'] != 'system' %}", 1), "user"),
+        (WRITES, "system"),
+    ],
+    ids=["refuses a system message", "leaves it out", "writes it"],
+)
+def test_tools_are_in_the_first_question_if_the_template_has_no_system_messages(template, role):
+    """Regression: the template of Gemma 2 refused every request with tools."""
+    vocabulary = SimpleNamespace(special_ids={}, units=())
+    tokenizer = SimpleNamespace(vocabulary=vocabulary, eos_ids=frozenset())
+    model = JinjaChat(template, tokenizer, {}, "a model")
+    chat = conversation(model, MESSAGES, TOOLS, {})
+    text = model.render(chat)
+    assert text.startswith(f"{role}: You can call functions.")
+    assert '{"name": "time", "strict": true}' in text and text.endswith("?;")
+    assert text.count("user: ") == 1
+    begun = [{"role": "assistant", "content": "Hello!"}, *MESSAGES]
+    assert [each["role"] for each in conversation(model, begun, TOOLS, {}).messages] == [
+        role, "assistant", "user",
+    ]  # fmt: skip
+    assert conversation(model, MESSAGES, (), {}).messages == MESSAGES
 
 
 def test_template_with_tools_gets_them_unchanged():

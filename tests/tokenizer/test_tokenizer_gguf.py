@@ -17,22 +17,27 @@ from tokenizer_data import (
     MISTRAL_V3,
     SMOLLM2,
     TEKKEN,
+    byte_level_tokenizer,
     random_texts,
     real_tokenizer,
+    real_tokenizer_files,
     smollm2_of_transformers,
 )
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Library
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
-from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
+from parallel_llama.tokenizer.gguf import build_gguf_tokenizer, export_gguf_tokenizer
+from parallel_llama.tokenizer.gguf_fields import tokenizer_fields
 from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 
-def gguf_file(path: Path, **fields: Any) -> Path:
+def gguf_file(path: Path, architecture: str = "llama", **fields: Any) -> Path:
     """A GGUF file with a tokenizer alone; None leaves a field out."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     for name, value in fields.items():
         key = f"tokenizer.{name}" if name == "chat_template" else f"tokenizer.ggml.{name}"
         if isinstance(value, bool):
@@ -123,6 +128,148 @@ def test_user_defined_gguf_token_is_one_id_and_decodes_to_its_text(tmp_path):
     last = ours.vocab_size - 1
     assert ours.encode("<|im_start|>hi", bos=False) == [last, *ours.encode("hi", bos=False)]
     assert ours.decode([last]) == "<|im_start|>"
+    assert ours.encode("<|im_start|>hi", special=False) == ours.encode("<|im_start|>hi")
+
+
+def gemma_folder(folder: Path, added: dict[str, Any]) -> SentencePieceProcessor:
+    """Writes a tokenizer.model whose runs of spaces are user-defined pieces, as Gemma's has them.
+
+    Args:
+        added: the added_tokens_decoder of tokenizer_config.json.
+    """
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(MISTRAL_V1.read_bytes())
+    del proto.pieces[1000:]
+    proto.pieces[-1].piece = "<table>"
+    for piece in proto.pieces:
+        if piece.piece in ("<table>", "\u2581" * len(piece.piece)) and len(piece.piece) > 1:
+            piece.type = 4
+    proto.normalizer_spec.add_dummy_prefix = False
+    (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
+    config = {"add_bos_token": False, "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return SentencePieceProcessor(str(folder / "tokenizer.model"))
+
+
+# Gemma 2's tokenizer_config.json repeats the runs of spaces; these have ids 259 and 260 here.
+REPEATED = {str(id): {"content": "\u2581" * n, "special": False} for id, n in ((259, 2), (260, 4))}
+
+
+@pytest.mark.parametrize("added", [{}, REPEATED], ids=["model alone", "repeated in the config"])
+def test_user_defined_runs_of_spaces_are_spaces_in_folder_and_gguf_file(tmp_path, added):
+    """Regression: they were decoded as U+2581, and were not matched with special=False."""
+    oracle = gemma_folder(tmp_path, added)
+    fields = tokenizer_fields(tmp_path, 1000, GenerationDefaults())
+    assert fields["tokenizer.ggml.tokens"][259] == "  "
+    names = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
+    spelled = {**names, "tokens": [oracle.IdToPiece(id) for id in range(1000)]}
+    readers = [
+        load_tokenizer(tmp_path),
+        load_tokenizer(gguf_file(tmp_path / "a.gguf", **names)),
+        load_tokenizer(gguf_file(tmp_path / "b.gguf", **spelled)),
+    ]
+    texts = ["def f(x):\n        y =   x<table>", *random_texts(500)]
+    for text in texts:
+        if "\u2581" in text:  # SentencePiece replaces it by a space
+            continue
+        ids = oracle.EncodeAsIds(text)
+        for ours in readers:
+            assert ours.encode(text) == ours.encode(text, special=False) == ids
+            assert ours.decode(ids) == oracle.DecodeIds(ids)
+    assert readers[0].vocabulary.units == readers[1].vocabulary.units
+
+
+def test_special_token_beyond_the_vocabulary_is_left_out_with_a_warning(tmp_path, caplog):
+    """Regression: Gemma 3 1B, whose image token has no row, could not be written as GGUF."""
+    gemma_folder(tmp_path, {"1000": {"content": "<image_soft_token>", "special": True}})
+    fields = tokenizer_fields(tmp_path, 1000, GenerationDefaults())
+    for key in ("tokens", "token_type", "scores"):
+        assert len(fields[f"tokenizer.ggml.{key}"]) == 1000
+    assert "<image_soft_token> have ids beyond the model's 1000 tokens" in caplog.text
+    assert (
+        len(tokenizer_fields(tmp_path, 1001, GenerationDefaults())["tokenizer.ggml.tokens"]) == 1001
+    )
+    gemma_folder(tmp_path, {"1000": {"content": "<table2>", "special": False}})
+    with pytest.raises(UsageError, match="has 1001 tokens and the model 1000"):
+        tokenizer_fields(tmp_path, 1000, GenerationDefaults())
+
+
+def test_special_byte_level_token_beyond_the_vocabulary_is_left_out(tmp_path):
+    library = byte_level_tokenizer()
+    n_tokens = library.get_vocab_size()
+    library.add_special_tokens(["<image>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    fields = tokenizer_fields(tmp_path, n_tokens, GenerationDefaults())
+    assert len(fields["tokenizer.ggml.tokens"]) == n_tokens
+    assert "<image>" not in fields["tokenizer.ggml.tokens"]
+
+
+# The added tokens of Phi-3, with `special` and `rstrip`; `</s>` is token 2 of the model.
+PHI3 = {
+    "</s>": (2, False, True),
+    "<|endoftext|>": (32000, True, False),
+    "<|assistant|>": (32001, True, True),
+    "<|end|>": (32002, True, True),
+    "<|user|>": (32003, True, True),
+}
+PHI3_TEXTS = (
+    "<s><|user|>\nSay hi<|end|>\n<|assistant|>\n",
+    "<|user|> \t\u2003 two words <|end|>\n\n<|end|> \n",
+    "a</s>\n b<|endoftext|>\nc<s>\nd",
+)
+
+
+def phi3_of_tokenizers() -> Library:
+    """The oracle for Phi-3: its tokenizer.json has these added tokens and this normalizer."""
+    contents = json.loads(real_tokenizer_files()["sentencepiece"])
+    kept = [token for token in contents["added_tokens"] if token["content"] not in PHI3]
+    contents["added_tokens"] = kept + [
+        {**kept[0], "id": id, "content": text, "special": is_special, "rstrip": rstrip}
+        for text, (id, is_special, rstrip) in PHI3.items()
+    ]
+    library = Library.from_str(json.dumps(contents))
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    library.pre_tokenizer = None
+    return library
+
+
+def phi3_folder(folder: Path) -> None:
+    (folder / "tokenizer.model").symlink_to(MISTRAL_V1)
+    added = {
+        str(id): {"content": text, "special": is_special, "rstrip": rstrip}
+        for text, (id, is_special, rstrip) in PHI3.items()
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+
+
+def test_phi3_folder_and_gguf_file_drop_whitespace_after_tokens_as_tokenizers_does(tmp_path):
+    """Regression: whitespace after a token with rstrip was encoded."""
+    oracle = phi3_of_tokenizers()
+    phi3_folder(tmp_path)
+    fields = spm_fields(MISTRAL_V1)
+    for text, (id, is_special, _) in PHI3.items():
+        fields["tokens"][id : id + 1] = [text]
+        fields["scores"][id : id + 1] = [-1000.0]
+        fields["token_type"][id : id + 1] = [3 if is_special else 4]
+    path = gguf_file(tmp_path / "phi3.gguf", "phi3", **fields)
+    (exported := tmp_path / "exported").mkdir()
+    for name, data in export_gguf_tokenizer(path).items():
+        (exported / name).write_bytes(data)
+    for text in PHI3_TEXTS:
+        ids = oracle.encode(text, add_special_tokens=False).ids
+        for each in (tmp_path, path, exported):
+            assert load_tokenizer(each).encode(text, bos=False) == ids
+    llama = load_tokenizer(gguf_file(tmp_path / "llama.gguf", **fields))
+    assert llama.encode("<|user|>\na") != llama.encode("<|user|>a")
+
+
+def test_control_token_that_a_config_calls_not_special_stays_text_with_special_false(tmp_path):
+    phi3_folder(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert 2 in tokenizer.encode("a</s>")
+    assert 2 not in tokenizer.encode("a</s>", special=False)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +304,41 @@ def test_llama3_whole_word_tokens_are_used_without_merges(tmp_path):
         assert pieces(tokenizer, "hello") == expected
 
 
-def test_qwen_text_is_nfc_normalised_in_gguf_and_exported_files(tmp_path):
-    """Regression: GGUF files ignored the NFC of Qwen's tokenizer.json, and gave other tokens."""
+def test_text_of_qwen_cohere_and_neox_is_nfc_normalised_in_gguf_and_exported_files(tmp_path):
+    """Regression: GGUF files ignored the NFC of these tokenizers, and gave other tokens."""
     apart, composed = "cafe\u0301<s>", "caf\u00e9<s>"
-    for pre, is_composed in (("qwen2", True), ("gpt-2", False)):
+    nfc = ("qwen2", "qwen35", "command-r", "olmo", "mpt")
+    for pre, is_composed in (*((pre, True) for pre in nfc), ("gpt-2", False), ("smollm", False)):
         path = small_bpe(tmp_path / f"{pre}.gguf", pre=pre)
         (folder := tmp_path / pre).mkdir()
         for name, data in export_gguf_tokenizer(path).items():
             (folder / name).write_bytes(data)
         for tokenizer in (load_tokenizer(path), load_tokenizer(folder)):
             assert (tokenizer.encode(apart) == tokenizer.encode(composed)) is is_composed
+
+
+@pytest.mark.parametrize(
+    ("kind", "pre"),
+    [
+        ("CohereTokenizer", "command-r"),
+        ("GPTNeoXTokenizer", "olmo"),
+        ("Qwen2Tokenizer", "qwen2"),
+        ("Qwen3_5Tokenizer", "qwen35"),
+    ],
+)
+def test_tokenizer_of_a_transformers_class_is_written_under_its_name(tmp_path, kind, pre):
+    """Regression: Command R's was refused, because its text is NFC-normalised."""
+    import transformers  # a slow import that most tests do not need
+
+    vocab = {token: id for id, token in enumerate([*ALPHABET, "he"])}
+    oracle = getattr(transformers, kind)(vocab=vocab, merges=[("h", "e")])
+    oracle.save_pretrained(tmp_path)
+    n_tokens = load_tokenizer(tmp_path).vocab_size
+    fields = tokenizer_fields(tmp_path, n_tokens, GenerationDefaults())
+    assert fields["tokenizer.ggml.pre"] == pre
+    ours = build_gguf_tokenizer(fields, "written")
+    for text in random_texts(200):
+        assert ours.encode(text, bos=False) == oracle.encode(text, add_special_tokens=False)
 
 
 # A text that every two rules split differently, and its pieces under each rule. The pieces are from
