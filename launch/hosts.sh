@@ -14,7 +14,7 @@ fail() {
     exit 2
 }
 
-bin='' is_print='' is_stopped='' names=() n_ranks=() inputs=() sessions=()
+bin='' is_print='' is_stopped='' is_failed='' names=() n_ranks=() inputs=() sessions=()
 while [[ ${1:-} == --* ]]; do
     case $1 in
     --print) is_print=yes ;;
@@ -67,8 +67,9 @@ close_all() {
     for node in "${!names[@]}"; do close "$node"; done
 }
 
-trap 'close 0; is_stopped=yes' INT TERM
-trap 'close 0' USR1 # a session has failed
+trap 'is_stopped=yes; close 0' INT TERM
+# A session has failed. If it is that of host 0, nothing else ends the ranks of the other hosts.
+trap 'is_failed=yes; close_all' USR1
 
 # What a host runs, with the number of its ranks and the seconds from the end of the input to SIGTERM.
 # Rank 0 gets SIGTERM at once and lets running requests finish; then the other ranks end by themselves.
@@ -99,9 +100,13 @@ for node in "${!names[@]}"; do
         [ "$code" = 0 ] || kill -USR1 $$
         exit "$code"
     )
-    sessions+=($!) inputs+=("$input")
+    sessions+=($!)
     echo "$secret" >&"$input"
+    inputs[node]=$input
 done
+# A signal may have come before the last session.
+[ -z "$is_stopped" ] || close 0
+[ -z "$is_failed" ] || close_all
 
 status=0
 for session in "${sessions[@]}"; do

@@ -19,5 +19,7 @@ export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS SRUN_CPUS_PER_TASK
 secret=$(mktemp "$HOME/.parallel-llama-secret-XXXXXX") # only this user can read it
 trap 'rm -f -- "$secret"' EXIT
 od -A n -N 32 -t x1 /dev/urandom | tr -d ' \n' >"$secret"
+# Not --secret-file: a single task does not count as a rank, and the command refuses the flag there.
+export PARALLEL_LLAMA_SECRET_FILE=$secret
 
-srun --kill-on-bad-exit=1 parallel-llama "$@" --secret-file "$secret"
+srun --kill-on-bad-exit=1 parallel-llama "$@"

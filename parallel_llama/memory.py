@@ -249,11 +249,12 @@ def kv_bytes_per_token(args: ModelArgs, shard: Shard, kv_format: KVFormat) -> tu
 def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
     """Default size in bytes of a rank's KV cache, where --kv-cache-bytes is not given.
 
-    `n_free` bytes are free after loading the weights, on the rank's GPU or, for 'cpu', on the host
-    of `n_ranks` ranks. On a GPU `working` bytes stay free for the tensors of a step.
+    `n_free` bytes are free after loading the weights, on the rank's GPU or, for 'cpu', on the
+    rank's host, and `n_ranks` ranks share them. On a GPU `working` bytes stay free for the tensors
+    of a step.
     """
     if device == "cuda":
-        return int(n_free * CUDA_FRACTION) - working
+        return int(n_free // n_ranks * CUDA_FRACTION) - working
     return min(MAX_CPU_BYTES, int(n_free * CPU_FRACTION) // n_ranks)
 
 

@@ -163,19 +163,28 @@ class Estimate:
     def default_rooms(self) -> list[int] | None:
         """Default bytes of each rank's KV cache.
 
-        None if they depend on memory that is not known. Ranks on the CPU share the host's memory.
+        None if they depend on memory that is not known. Ranks on the CPU share the memory of their
+        host; without `hosts`, all ranks are taken to be on one host.
         """
-        memory = [rank.memory for rank in self.ranks if rank.memory is not None]
         if self.request.device == "cpu":
-            taken = sum(rank.all_weights + rank.working for rank in self.ranks)
-            free = sum(memory) - taken if memory else sys.maxsize
-            return [default_cache_bytes("cpu", free, 0, len(self.ranks))] * len(self.ranks)
+            hosts = self.request.hosts
+            local_ranks = [range(len(self.ranks))] if hosts is None else hosts.ranks
+            return [room for ranks in local_ranks for room in self._host_rooms(ranks)]
+        memory = [rank.memory for rank in self.ranks if rank.memory is not None]
         if not memory:
             return None
         return [
             default_cache_bytes("cuda", n_bytes - rank.all_weights, rank.working, 1)
             for n_bytes, rank in zip(memory, self.ranks, strict=True)
         ]
+
+    def _host_rooms(self, ranks: range) -> list[int]:
+        """Default bytes of the KV cache of each rank of a host, on the CPU."""
+        local = self.ranks[ranks.start : ranks.stop]
+        memory = [rank.memory for rank in local if rank.memory is not None]
+        taken = sum(rank.all_weights + rank.working for rank in local)
+        free = sum(memory) - taken if memory else sys.maxsize
+        return [default_cache_bytes("cpu", free, 0, len(local))] * len(local)
 
     @property
     def unrecorded(self) -> str | None:

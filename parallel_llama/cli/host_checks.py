@@ -2,10 +2,23 @@
 
 import os
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 
 from parallel_llama.cli.arguments import Flags, warn
+from parallel_llama.cli.calibration import read_calibrations
 from parallel_llama.cli.estimate import estimate
-from parallel_llama.cli.model import DEVICE, DRAFTS, KV_CACHE_BYTES, adapters_of
+from parallel_llama.cli.model import (
+    CALIBRATION,
+    DEVICE,
+    DRAFTS,
+    EXACT,
+    KV_CACHE_BYTES,
+    MEMORY,
+    NPROC,
+    RANKS,
+    adapters_of,
+)
 from parallel_llama.cli.plan_request import plan_request
 from parallel_llama.doctor.machine import Host, Needs, startup_checks
 from parallel_llama.engine.available_memory import available_memory
@@ -40,20 +53,45 @@ def needs_of(
     _, n_sharing = ranks_sharing_gpus(flags[DEVICE], n_ranks, n_gpus)
     if choose_device(flags[DEVICE], n_sharing, n_gpus) != "cpu":
         return None
-    request = plan_request(flags, files, args, "cpu", n_ranks)
+    memory, calibration = flags[MEMORY], read_calibrations(flags[CALIBRATION])
+    request = replace(
+        plan_request(flags, files, args, "cpu", n_ranks),
+        memory=None if memory is None else tuple(memory),
+        speeds=None if calibration is None else calibration.speeds,
+    )
     first_rank = world()[0] - local_rank
-    local_ranks = estimate(request).ranks[first_rank : first_rank + n_local]
+    here = slice(first_rank, first_rank + n_local)
+    local_ranks = estimate(request).ranks[here]
     min_bytes = sum(rank.all_weights + rank.working for rank in local_ranks)
     cache_bytes = sum(flags[KV_CACHE_BYTES] or rank.kv.needed for rank in local_ranks)
-    n_mib = max(1, (available_memory() // n_local) >> 20)
+    available = available_memory() // n_local
+    sizes = [available]
+    if memory is not None:
+        sizes = list(memory)
+        sizes[here] = [min(size, available) for size in memory[here]]
+    command = _plan_command(flags, model, n_ranks, sizes)
+    return Needs(min_bytes, min_bytes + cache_bytes, shlex.join(command))
+
+
+def _plan_command(flags: Flags, model: str, n_ranks: int, sizes: Sequence[int]) -> list[str]:
+    """The words of the `plan` command for the ranks of these flags.
+
+    Args:
+        sizes: bytes of memory of each rank, or of all ranks.
+    """
     command = ["parallel-llama", "plan", "--model", model, "--nproc", f"{n_ranks}"]
-    command += ["--memory", f"{n_mib}MiB"]
+    command += ["--device", "cpu"]
+    command += ["--memory", ",".join(f"{max(1, n_bytes >> 20)}MiB" for n_bytes in sizes)]
+    if (paths := flags[CALIBRATION]) is not None:
+        command += ["--calibration", ",".join(paths)]
     for name, folder in adapters_of(flags).items():
         command += ["--adapter", f"{name}={folder}"]
-    for flag in DRAFTS:
-        if flags[flag] is not None:
-            command += [f"--{flag.name}", flags[flag]]
-    return Needs(min_bytes, min_bytes + cache_bytes, shlex.join(command))
+    if (exact := flags[EXACT]) is not None:
+        command += ["--exact" if exact else "--no-exact"]
+    for flag in (*RANKS, *DRAFTS):
+        if flag not in (NPROC, DEVICE, EXACT) and flags[flag] != flag.initial:
+            command += [f"--{flag.name}", f"{flags[flag]}"]
+    return command
 
 
 def warn_of_host(

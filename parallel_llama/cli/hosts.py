@@ -187,10 +187,8 @@ def _gpus(host: Host) -> list[GPU]:
 
 
 def _bytes(memory: float | str | None) -> int:
-    """Raises: ValueError for a text that is not a size."""
-    if isinstance(memory, str):
-        return byte_size(memory, GIB)
-    return int((memory or 0) * GIB)
+    """Raises: ValueError for a number or a text that is not a size."""
+    return 0 if memory is None else byte_size(f"{memory}", GIB)
 
 
 def _rates_for(calibration: Calibration, n_ranks: int) -> Calibration:

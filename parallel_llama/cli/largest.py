@@ -15,7 +15,7 @@ class Largest:
 
     Args:
         context: most tokens of a sequence at the request's batch; 0 if not even one token fits.
-        model_context: the model's own context, the upper bound of `context`.
+        model_context: the model's own context; that of a draft model may be shorter.
         batch: most sequences of the request's length; 0 if one does not fit.
     """
 
@@ -28,9 +28,10 @@ def find_largest(request: PlanRequest) -> Largest | None:
     """The limits of a request; None if its memory is not known."""
     if request.memory is None:
         return None
-    longest = context_length(request.args)
+    requests = [request] if request.draft is None else [request, request.draft]
+    longest = min(context_length(each.args) for each in requests)
     return Largest(
         most_that_fit(request, "max_seq_len", range(1, longest + 1)),
-        longest,
+        context_length(request.args),
         most_that_fit(request, "batch", range(1, MAX_BATCH + 1)),
     )

@@ -59,6 +59,7 @@ from parallel_llama.errors import UsageError, WriteError, counted
 from parallel_llama.families.weights import Axis
 from parallel_llama.files.partial_output import growing_file, replace_file
 from parallel_llama.parallel.device_choice import DeviceKind
+from parallel_llama.plan import Stage
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
@@ -167,6 +168,7 @@ def prepare(flags: Flags) -> Job:
         _check_price(flags, [planned])
         return Job(lambda: _show_fewest(flags, planned, fewer))
     planned = estimate(request)
+    _check_stages(planned)
     _check_price(flags, [planned])
     return Job(lambda: _show_one(flags, planned))
 
@@ -235,6 +237,37 @@ def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
             f"--bandwidth lists {n_bandwidths} ranks, but {planned}; give one bandwidth for all "
             "ranks, or one per rank of --nproc N"
         )
+
+
+def _check_stages(planned: Estimate) -> None:
+    """Raises: UsageError if the ranks of a stage are on several hosts."""
+    hosts = planned.request.hosts
+    if hosts is None or (stage := _divided_stage(planned, hosts)) is None:
+        return
+    first, last = stage.ranks.start, stage.ranks.stop - 1
+    names = [
+        hosts.name(host) for host, local in enumerate(hosts.ranks) if {*local} & {*stage.ranks}
+    ]
+    raise UsageError(
+        f"--pp {planned.request.pp}: ranks {first}-{last} are stage "
+        f"{planned.plan.stages.index(stage)} and run on {' and '.join(names)}, but the ranks of a "
+        "stage share memory, which needs one host; use another number of stages, or list the hosts "
+        "in another order"
+    )
+
+
+def _divided_stage(planned: Estimate, hosts: Hosts) -> Stage | None:
+    """The first stage of a pipeline with ranks on several hosts, or None."""
+    if planned.request.pp == 1:
+        return None
+    return next(
+        (
+            stage
+            for stage in planned.plan.stages
+            if not any({*stage.ranks} <= {*local} for local in hosts.ranks)
+        ),
+        None,
+    )
 
 
 def _check_price(flags: Flags, estimates: Sequence[Estimate]) -> None:
@@ -408,8 +441,7 @@ def _other_stages(flags: Flags, planned: Estimate) -> Estimate | None:
         other = estimate(replace(planned.request, pp=pp, exact=_exact(flags, hosts, pp)))
     except UsageError:
         return None
-    stages = tuple(stage.ranks for stage in other.plan.stages)
-    return other if pp == 1 or stages == hosts.ranks else None
+    return other if _divided_stage(other, hosts) is None else None
 
 
 def _show_fewest(flags: Flags, planned: Estimate, fewer: Estimate | None) -> int:

@@ -4,7 +4,6 @@ import hashlib
 import math
 import re
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, mul
@@ -26,7 +25,9 @@ from parallel_llama.memory import (
     pool_sizes,
 )
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.shared_memory import host_id
 from parallel_llama.plan import ShardPlan
 
 _NO_MEMORY = re.compile(
@@ -83,21 +84,41 @@ class DeviceMemory:
     Args:
         n_free: in bytes.
         gpu: a number that identifies the GPU; 0 for the CPU.
+        host: a number that identifies the host of a rank on the CPU; 0 for a GPU.
     """
 
     n_free: int
     gpu: int = 0
+    host: int = 0
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
     """The free memory of a device, including what torch has cached in this process."""
     if device.type != "cuda":
-        return DeviceMemory(available_memory())
+        return DeviceMemory(available_memory(), host=_number_of(host_id()))
     torch.cuda.empty_cache()
     n_free, _ = torch.cuda.mem_get_info(device)
-    name = str(torch.cuda.get_device_properties(device).uuid)
+    return DeviceMemory(n_free, _number_of(str(torch.cuda.get_device_properties(device).uuid)))
+
+
+def _number_of(name: str) -> int:
+    """A number above 0 that identifies a GPU or a host, for `all_gather`."""
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
-    return DeviceMemory(n_free, 1 + int.from_bytes(digest, "little"))
+    return 1 + int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Free memory that ranks share: of a GPU, or of a host with ranks on the CPU.
+
+    Args:
+        n_free: in bytes.
+        ranks: the ranks that share the memory.
+    """
+
+    device: DeviceKind
+    n_free: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -163,24 +184,26 @@ class CacheSize:
                 f"takes {largest} bytes on a rank; use a larger KV cache, smaller blocks, or more "
                 "ranks"
             )
+        # The smallest cache is the requested one, or one block of each KV group. All ranks have
+        # equally many blocks, so a rank with fewer KV heads needs fewer bytes than `n_bytes`.
+        n_blocks = 1
+        if n_bytes is not None:
+            n_blocks = min(self._n_blocks([n_bytes] * len(self._block_bytes)))
+        self._min_tokens, self._min_bytes = n_blocks * block_size, self._cache_bytes(n_blocks)
         self._limits = limits
         self._require_limits()
 
     def _require_limits(self) -> None:
         """Raises: UsageError, naming the first rank that cannot keep to its limit."""
-        n_blocks = 1
-        if self.n_bytes is not None:
-            n_blocks = min(self._n_blocks([self.n_bytes] * len(self._block_bytes)))
-        sizes = self._sizes(n_blocks)
         for rank, limit in enumerate(self._limits):
-            cache = sum(map(mul, sizes, self._block_bytes[rank]))
+            cache = self._min_bytes[rank]
             if cache > limit.cache:
                 remedy = ", use a smaller KV cache" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {rank} of {len(self._limits)} needs "
                     f"{_gib(limit.total - limit.cache + cache)} GiB, but its limit (memory) is "
                     f"{_gib(limit.total)} GiB: it needs {_gib(limit.weights)} for weights, "
-                    f"{_gib(cache)} for the KV cache of {n_blocks * self.block_size} tokens, "
+                    f"{_gib(cache)} for the KV cache of {self._min_tokens} tokens, "
                     f"{_gib(limit.working)} for its process and the tensors of a step; raise the "
                     f"limit{remedy}, use --quant int8, a smaller dtype or more ranks"
                 )
@@ -193,14 +216,17 @@ class CacheSize:
         Raises: UsageError, on all ranks, naming a rank whose GPU is too small.
         Collective: one all_gather.
         """
-        for rank, (n_free, _) in enumerate(self._gather_free(comm, memory)):
-            cache, working = self.n_bytes or sum(self._block_bytes[rank]), self._working[rank]
-            needed = weights[rank] + cache + working
-            if needed > n_free:
+        for pool in self._gather_pools(comm, memory):
+            cache, working, model = (
+                sum(n_bytes[rank] for rank in pool.ranks)
+                for n_bytes in (self._min_bytes, self._working, weights)
+            )
+            needed = model + cache + working
+            if needed > pool.n_free:
                 remedy = " or a smaller KV cache" if self.n_bytes else ""
                 raise UsageError(
-                    f"rank {rank} of {comm.size} needs {needed} bytes of its GPU, which has "
-                    f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
+                    f"rank {pool.ranks[0]} of {comm.size} needs {needed} bytes of its GPU, which "
+                    f"has {pool.n_free} free: {model} for weights, {cache} for the KV cache, "
                     f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{remedy}"
                 )
 
@@ -210,27 +236,20 @@ class CacheSize:
         Args:
             memory: of this rank, after the weights have been loaded.
 
-        Raises: UsageError, on all ranks, if not even one block fits, or a rank has less free memory
-        than `n_bytes`.
+        Raises: UsageError, on all ranks, if not even one block fits, or ranks that share memory
+        have less free memory than their caches of `n_bytes` need.
         Collective: one all_gather.
         """
-        free_by_rank = self._gather_free(comm, memory)
-        usable = [
-            n_free - n_working
-            for (n_free, _), n_working in zip(free_by_rank, self._working, strict=True)
-        ]
-        rank = usable.index(min(usable))
-        if self.n_bytes is not None and self.n_bytes > usable[rank]:
-            raise UsageError(
-                f"a KV cache of {self.n_bytes} bytes is too large: rank {rank} has {usable[rank]} "
-                "bytes of free memory; use a smaller KV cache"
-            )
-        cache_limits = [
-            default_cache_bytes("cuda" if gpu else "cpu", n_free, n_working, comm.size)
-            if self.n_bytes is None
-            else self.n_bytes
-            for (n_free, gpu), n_working in zip(free_by_rank, self._working, strict=True)
-        ]
+        cache_limits = [self.n_bytes or 0] * comm.size
+        for pool in self._gather_pools(comm, memory):
+            if self.n_bytes is not None:
+                self._require_pool(pool)
+                continue
+            for rank in pool.ranks:
+                working, n_sharing = self._working[rank], len(pool.ranks)
+                cache_limits[rank] = default_cache_bytes(
+                    pool.device, pool.n_free, working, n_sharing
+                )
         if self._limits:
             cache_limits = [
                 min(pair)
@@ -244,17 +263,38 @@ class CacheSize:
                 f"{self.block_size} tokens takes {sum(self._block_bytes[rank])}; free some "
                 "memory, or use more ranks on more hosts"
             )
-        sizes = self._sizes(n_blocks[rank])
-        n_bytes = max(sum(map(mul, sizes, each)) for each in self._block_bytes)
+        sizes, n_bytes = self._sizes(n_blocks[rank]), max(self._cache_bytes(n_blocks[rank]))
         windows = tuple(kv_group.window for kv_group in kv_groups(self.args))
         n_sinks, step_tokens = self.args.attention_sinks, self._step_tokens
         return Capacity(sizes, self.block_size, n_bytes, windows, n_sinks, step_tokens)
 
-    def _gather_free(self, comm: Communicator, memory: DeviceMemory) -> list[tuple[int, int]]:
-        """The free bytes and the GPU of each rank; ranks of one GPU divide its memory equally."""
-        rows = comm.all_gather(torch.tensor([memory.n_free, memory.gpu])).tolist()
-        n_sharing = Counter(gpu for _, gpu in rows if gpu)
-        return [(n_free // max(1, n_sharing[gpu]), gpu) for n_free, gpu in rows]
+    def _require_pool(self, pool: _Pool) -> None:
+        """Raises: UsageError if the requested caches of the ranks do not fit into their memory."""
+        n_free = pool.n_free - sum(self._working[rank] for rank in pool.ranks)
+        needed = sum(self._min_bytes[rank] for rank in pool.ranks)
+        if needed > n_free:
+            raise UsageError(
+                f"a KV cache of {self.n_bytes} bytes is too large: rank {pool.ranks[0]} has "
+                f"{n_free} bytes of free memory, but the KV caches in this memory need {needed}; "
+                "use a smaller KV cache"
+            )
+
+    def _gather_pools(self, comm: Communicator, memory: DeviceMemory) -> list[_Pool]:
+        """The free memory of all GPUs and hosts, equal on all ranks. Collective: one all_gather."""
+        row = torch.tensor([memory.n_free, memory.gpu, memory.host])
+        rows = comm.all_gather(row).tolist()
+        ranks_of: dict[tuple[int, int], list[int]] = {}
+        for rank, (_, gpu, host) in enumerate(rows):
+            ranks_of.setdefault((gpu, host), []).append(rank)
+        return [
+            _Pool("cuda" if gpu else "cpu", min(rows[rank][0] for rank in ranks), tuple(ranks))
+            for (gpu, _), ranks in ranks_of.items()
+        ]
+
+    def _cache_bytes(self, n_blocks: int) -> list[int]:
+        """For each rank, the bytes of its cache if the first KV group has `n_blocks` blocks."""
+        sizes = self._sizes(n_blocks)
+        return [sum(map(mul, sizes, block_bytes)) for block_bytes in self._block_bytes]
 
     def _n_blocks(self, cache_bytes: Sequence[int]) -> list[int]:
         """For each rank, the maximum blocks of the first KV group that fit into its bytes."""

@@ -13,6 +13,7 @@ from commands import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_output import page, plan
+from tiny_folder import write_chat_folder
 
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
@@ -252,9 +253,67 @@ def test_memory_warning_counts_draft_model_and_names_its_plan(model, capsys):
         needs = needs_of(flags, str(model), files, args, 1)
         assert needs is not None
         needed.append(needs)
-        (rank,) = plan(capsys, *shlex.split(needs.remedy)[2:], "--device=cpu")["ranks"]
+        (rank,) = plan(capsys, *shlex.split(needs.remedy)[2:])["ranks"]
         assert needs.usual == rank["needed_bytes"]
     assert needed[0].least < needed[1].least and "--draft-quant none" in needed[1].remedy
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"quant": "int4", "max-seq-len": 4096, "kv-cache-dtype": "int8", "exact": True},
+        {"dtype": "bfloat16", "kv-split": "sequence"},
+        {"pp": 2, "exact": False},
+    ],
+    ids=str,
+)
+def test_memory_warning_names_the_plan_with_the_settings_of_the_run(capsys, values):
+    """Regression: the plan had other formats than the run, and said that the model fits."""
+    files = find_model("smollm2")
+    flags = Flags("generate", {"model": "smollm2", "device": "cpu", **values})
+    needs = needs_of(flags, "smollm2", files, load_model_args(files), 2)
+    assert needs is not None
+    found = plan(capsys, *shlex.split(needs.remedy)[2:])
+    assert needs.usual == sum(rank["needed_bytes"] for rank in found["ranks"])
+    assert (found["device"], found["pp"]) == ("cpu", values.get("pp", 1))
+    assert found["exact"] is values.get("exact", True)
+
+
+@pytest.mark.parametrize("name", ["memory", "calibration"])
+def test_memory_warning_counts_the_unequal_share_of_the_rank(capsys, tmp_path, monkeypatch, name):
+    """Regression: all ranks were taken to hold equal shares."""
+    rates = [{"read_bytes_per_s": rate, "operations_per_s": 3e10} for rate in (8e9, 1e9)]
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"version": 1, "dtype": "float32", "quant": "none", "ranks": rates}))
+    value, text = {
+        "memory": ([48 * GIB, 6 * GIB], "48,6"),
+        "calibration": ([str(path)], str(path)),
+    }[name]
+    expected = plan(capsys, "--device=cpu", "--nproc=2", "--quant=none", f"--{name}={text}")
+    rank = expected["ranks"][1]
+    monkeypatch.setattr("parallel_llama.cli.host_checks.available_memory", lambda: 5 * GIB)
+    rank_1 = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for variable, number in rank_1.items():
+        monkeypatch.setenv(variable, str(number))
+    files = find_model("smollm2")
+    flags = Flags("serve", {"model": "smollm2", "device": "cpu", "quant": "none", name: value})
+    needs = needs_of(flags, "smollm2", files, load_model_args(files), 2)
+    assert needs is not None and needs.least == rank["weight_bytes"] + rank["working_bytes"]
+    memory = {"memory": "49152MiB,5120MiB", "calibration": f"5120MiB --calibration {path}"}[name]
+    assert f"--memory {memory}" in needs.remedy
+
+
+def test_largest_context_is_within_the_context_of_the_draft_model(model, tmp_path, capsys):
+    """Regression: `plan` printed the context of the model, which every run refused."""
+    draft = write_chat_folder(tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    argv = [f"--model={model}", "--device=cpu", "--memory=4", "--nproc=1"]
+    drafted = [*argv, f"--draft-model={draft}"]
+    assert plan(capsys, *argv)["largest_context"] > 32
+    assert plan(capsys, *drafted, "--max-seq-len=16")["largest_context"] == 32
+    assert "context of 32 tokens at batch" in page(capsys, *drafted, "--max-seq-len=16")
+    assert command_line.main(["plan", *drafted, "--max-seq-len=33"]) == 2
 
 
 def test_draft_model_adds_cache_to_kv_groups_with_its_windows():

@@ -142,6 +142,7 @@ def test_fewer_ranks_than_calibrated_share_the_total_rate(tmp_path):
         ([{"ranks": 1, "link": LINK}, {"ranks": 1}], "host 1: link is missing"),
         ([{"ranks": 1, "memory": 2, "link": LINK}, {"ranks": 1, "link": LINK}], "for all hosts"),
         ([{"ranks": 1, "memory": "much"}], "host 0: not a size"),
+        ([{"ranks": 1, "memory": 1e300}], "host 0: not a size"),
         ([{"ranks": 1, "link": LINK | {"latency_us": 0}}], "host 0: link.latency_us: expected"),
         ([{"ranks": 1, "calibration": "none.json"}], "none.json"),
         ([{"ranks": 1000, "link": LINK}] * 2, "the hosts have 2000 ranks; the maximum is 1024"),
@@ -213,3 +214,22 @@ def test_stages_over_two_hosts_are_not_compared(capsys, tmp_path):
     own = cpu_hosts(tmp_path)
     assert plan(capsys, *written(tmp_path, own))["other_stages"]["pp"] == 2
     assert plan(capsys, *written(tmp_path, own[::-1]))["other_stages"] is None
+
+
+def test_stage_over_two_hosts_is_refused(capsys, tmp_path):
+    """Regression: `plan` predicted the speed of stages that no run accepts."""
+    hosts = cpu_hosts(tmp_path)
+    assert plan(capsys, *written(tmp_path, hosts), "--pp", "2")["pp"] == 2
+    assert command_line.main(["plan", *written(tmp_path, hosts[::-1]), "--pp", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--pp 2: ranks 0-1 are stage 0 and run on host 0 and fast" in said
+
+
+def test_default_cache_of_a_rank_is_a_part_of_the_memory_of_its_host(capsys, tmp_path):
+    """Regression: the default was computed from the sum of the memory of all hosts."""
+    hosts = [{"ranks": 1, "memory": n, "link": LINK} for n in (8, 1)]
+    given = ["--hosts", written(tmp_path, hosts)[1], "--max-seq-len", "8k", "--batch", "3"]
+    found, shown = plan(capsys, *given), page(capsys, *given)
+    tight = found["ranks"][1]
+    free = (1 << 30) - tight["weight_bytes"] - tight["working_bytes"]
+    assert found["fits"] and f"the default for a rank is {free / 2 / (1 << 20):.1f} MiB" in shown

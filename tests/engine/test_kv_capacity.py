@@ -2,7 +2,6 @@
 
 import mmap
 import resource
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -156,24 +155,36 @@ def size_of_cache(n_ranks: int, block_size: int, n_bytes: int | None) -> CacheSi
     return CacheSize(ARGS, make_plan(ARGS, n_ranks), KVFormat("float64"), block_size, n_bytes, 2048)
 
 
-def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capacity | str:
+def agree(
+    comm: Communicator, n_bytes: int | None, memories: Sequence[DeviceMemory] = ()
+) -> Capacity | str:
+    own = memories[comm.rank] if memories else memory_of(CPU)
     try:
-        return size_of_cache(comm.size, block_size, n_bytes).agree(comm, memory_of(CPU))
+        return size_of_cache(comm.size, 16, n_bytes).agree(comm, own)
     except UsageError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("blocks", [(16, 40), (40, 16), (16, 16)])
-def test_rank_with_least_memory_sets_the_cache_size_of_all_ranks(monkeypatch, blocks):
-    """The cache gets half of the free memory, and each of two ranks gets half of the cache."""
-    own = threading.local()
+def test_rank_with_least_memory_sets_the_cache_size_of_all_ranks(blocks):
+    """Regression: the half of a host's memory was divided by the ranks of all hosts."""
+    hosts = [DeviceMemory(n * BLOCK + 3, host=host) for host, n in enumerate(blocks)]
+    assert run_on_threads(2, agree, None, hosts) == [Capacity((8,), 16, 8 * BLOCK)] * 2
 
-    def on_its_host(comm: Communicator) -> Capacity | str:
-        own.free = blocks[comm.rank] * BLOCK + 3
-        return agree(comm, None)
 
-    monkeypatch.setattr(kv_capacity, "available_memory", lambda: own.free)
-    assert run_on_threads(2, on_its_host) == [Capacity((4,), 16, 4 * BLOCK)] * 2
+def test_ranks_of_one_host_divide_half_of_its_memory(monkeypatch):
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: 16 * BLOCK + 3)
+    assert run_on_threads(2, agree, None) == [Capacity((4,), 16, 4 * BLOCK)] * 2
+
+
+@pytest.mark.parametrize(("blocks", "n_blocks"), [((48, 40), 12), ((80, 30), 15)])
+def test_each_host_divides_its_own_memory_among_its_ranks(blocks, n_blocks):
+    """Two ranks on the first host and one on the second; each of them has one KV head."""
+    block = BLOCK // 2
+    hosts = [DeviceMemory(blocks[host] * block + 3, host=host) for host in (0, 0, 1)]
+    assert run_on_threads(3, agree, None, hosts) == [
+        Capacity((n_blocks,), 16, n_blocks * block),
+    ] * 3  # fmt: skip
 
 
 def test_cache_without_a_given_size_is_at_most_the_default_maximum(monkeypatch):
@@ -196,20 +207,49 @@ def test_rank_with_most_kv_heads_sets_the_cache_size_of_all_ranks(monkeypatch):
     assert set(run_on_threads(4, agree, 7 * BLOCK)) == {Capacity((7,), 16, 7 * BLOCK)}
 
 
-def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
-    own = threading.local()
-
-    def on_its_host(comm: Communicator, n_bytes: int | None) -> Capacity | str:
-        own.free = 1000 if comm.rank == 1 else 100 * BLOCK
-        return agree(comm, n_bytes)
-
-    monkeypatch.setattr(kv_capacity, "available_memory", lambda: own.free)
-    first, second = run_on_threads(2, on_its_host, None)
+def test_too_little_memory_is_the_same_error_on_every_rank():
+    hosts = [DeviceMemory(n, host=host) for host, n in enumerate((100 * BLOCK, 1000))]
+    first, second = run_on_threads(2, agree, None, hosts)
     assert first == second
-    assert "rank 1 has 250 bytes" in first and f"takes {BLOCK}" in first
-    first, second = run_on_threads(2, on_its_host, 2 * BLOCK)
+    assert "rank 1 has 500 bytes" in first and f"takes {BLOCK}" in first
+    first, second = run_on_threads(2, agree, 2 * BLOCK, hosts)
     assert first == second
     assert f"a KV cache of {2 * BLOCK} bytes" in first and "rank 1 has 1000 bytes" in first
+
+
+def test_requested_caches_of_all_ranks_fit_into_the_memory_of_their_host(monkeypatch):
+    """Regression: each rank compared its own cache with the memory of the whole host."""
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
+    assert run_on_threads(2, agree, 50 * BLOCK) == [Capacity((50,), 16, 50 * BLOCK)] * 2
+    said, _ = run_on_threads(2, agree, 51 * BLOCK)
+    assert said == (
+        f"a KV cache of {51 * BLOCK} bytes is too large: rank 0 has {100 * BLOCK} bytes of free "
+        f"memory, but the KV caches in this memory need {102 * BLOCK}; use a smaller KV cache"
+    )
+    hosts = [DeviceMemory(51 * BLOCK, host=host) for host in range(2)]
+    assert run_on_threads(2, agree, 51 * BLOCK, hosts) == [Capacity((51,), 16, 51 * BLOCK)] * 2
+
+
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["hosts", "gpus"])
+def test_rank_with_fewer_kv_heads_needs_fewer_bytes_than_kv_cache_bytes(is_gpu):
+    """Regression: every rank needed as many free bytes as the rank with the most KV heads."""
+    plan, form = make_plan(ARGS, 2, [3, 1]), KVFormat("float64")
+    own = [16 * sum(kv_bytes_per_token(ARGS, shard, form)) for shard in plan.shards]
+    assert own[0] > own[1]
+    n_bytes = 40 * own[0] + own[0] - 1
+    working = (7, 9) if is_gpu else ()
+    size = CacheSize(ARGS, plan, form, 16, n_bytes, 2048, working)
+
+    def agree(comm: Communicator, less: int = 0) -> Capacity:
+        needed = 40 * own[comm.rank] - (comm.rank and less) + sum(working[comm.rank :][:1])
+        device = {"gpu": 1 + comm.rank} if is_gpu else {"host": comm.rank}
+        if is_gpu:
+            size.require_room(comm, DeviceMemory(needed + 5, **device), (5, 5))
+        return size.agree(comm, DeviceMemory(needed, **device))
+
+    assert run_on_threads(2, agree) == [Capacity((40,), 16, 40 * own[0])] * 2
+    with pytest.raises(UsageError, match=r"rank 1 (of 2 needs|has)"):
+        run_on_threads(2, agree, 1)
 
 
 def test_cache_smaller_than_one_block_is_refused():
@@ -346,19 +386,20 @@ def test_cache_leaves_room_for_the_workspace_on_its_gpu():
 
 
 def test_cache_of_given_size_must_leave_room_for_the_workspace():
-    gpus = [DeviceMemory(20 * GIB, 1), DeviceMemory(8 * GIB + 4 + WORKING[1], 2)]
-    (said, _) = run_on_threads(2, on_gpus, gpus, 2 * GIB + 5)
-    assert f"rank 1 of 2 needs {8 * GIB + 5 + WORKING[1]} bytes" in said
+    gpus = [DeviceMemory(20 * GIB, 1), DeviceMemory(8 * GIB + BLOCK - 1 + WORKING[1], 2)]
+    (said, _) = run_on_threads(2, on_gpus, gpus, 2 * GIB + BLOCK)
+    assert f"rank 1 of 2 needs {8 * GIB + BLOCK + WORKING[1]} bytes" in said
     (found, _) = run_on_threads(2, on_gpus, gpus, 2 * GIB)
     assert isinstance(found, Capacity) and found.n_bytes == 2 * GIB // BLOCK * BLOCK
 
 
 def test_free_gpu_memory_is_checked_again_after_weights_are_read():
     """Another program may have taken GPU memory meanwhile."""
-    size = CacheSize(ARGS, make_plan(ARGS, 1), KVFormat("float64"), 16, GIB, 2048, [GIB])
-    assert size.agree(Solo(), DeviceMemory(2 * GIB, 1)).n_bytes <= GIB
-    with pytest.raises(UsageError, match=f"rank 0 has {GIB - 1} bytes of free memory"):
-        size.agree(Solo(), DeviceMemory(2 * GIB - 1, 1))
+    n_bytes = 1000 * BLOCK * 3 // 2  # one rank has 3 KV heads
+    size = CacheSize(ARGS, make_plan(ARGS, 1), KVFormat("float64"), 16, n_bytes, 2048, [GIB])
+    assert size.agree(Solo(), DeviceMemory(n_bytes + GIB, 1)).n_bytes == n_bytes
+    with pytest.raises(UsageError, match=f"rank 0 has {n_bytes - 1} bytes of free memory"):
+        size.agree(Solo(), DeviceMemory(n_bytes + GIB - 1, 1))
 
 
 def test_ranks_on_one_gpu_each_get_a_part_of_its_memory():
@@ -387,4 +428,4 @@ def test_memory_cached_by_torch_counts_as_free(monkeypatch):
     first, second, again = (memory_of(torch.device("cuda", index)) for index in range(3))
     assert first.n_free == 10 * GIB
     assert first == again and 0 < first.gpu != second.gpu < 1 << 63
-    assert memory_of(CPU).gpu == 0
+    assert memory_of(CPU).gpu == 0 and memory_of(CPU).host == memory_of(CPU).host > 0

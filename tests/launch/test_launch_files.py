@@ -23,17 +23,18 @@ from parallel_llama.cli.serve import DRAIN
 from parallel_llama.serve.server import _CLOSING_S
 
 LIMIT_S = 120
-# Stands in for srun: starts the command after the options as three tasks on one node.
+# Stands in for srun: starts the command after the options as three tasks (or N_TASKS) on one node.
 # Without SRUN_CPUS_PER_TASK, srun binds each task to one core.
 SRUN = """#!/usr/bin/env bash
 [ "$1" = --kill-on-bad-exit=1 ] && shift
 [ "$SRUN_CPUS_PER_TASK" = "$SLURM_CPUS_PER_TASK" ] || exit 78
-for rank in 0 1 2; do
-    SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=3 \\
-        SLURM_NTASKS=3 SLURM_STEP_TASKS_PER_NODE=3 "$@" &
+n=${N_TASKS:-3}
+for ((rank = 0; rank < n; rank++)); do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=$n \\
+        SLURM_NTASKS=$n SLURM_STEP_TASKS_PER_NODE=$n "$@" &
 done
 code=0
-for rank in 0 1 2; do wait -n || code=$?; done
+for ((rank = 0; rank < n; rank++)); do wait -n || code=$?; done
 exit $code
 """
 SCONTROL = """#!/usr/bin/env bash
@@ -91,13 +92,35 @@ def test_a_slurm_job_gives_the_answer_of_one_rank(cluster, model):
     assert json.loads(together.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
 
 
+def test_slurm_job_of_one_task_runs_the_command(cluster, model):
+    """Regression: the script gave `--secret-file`, which a single task refuses."""
+    argv = ["generate", "--model", str(model), "--prompt", "ab", "--max-tokens=2", "--json"]
+    done = batch({**cluster, "N_TASKS": "1"}, *argv, "--nproc=2")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks" in done.stderr
+
+
+def test_job_array_runs_the_parts_that_are_asked_for(cluster, tmp_path):
+    """Regression: the number of parts was that of the tasks, so no task could run again alone."""
+    (tmp_path / "parallel-llama").write_text('#!/usr/bin/env bash\necho "$@"\n')
+    script = ["bash", str(LAUNCH / "slurm_array.sh"), "answers"]
+    env = {**cluster, "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "2"}
+    done = subprocess.run([*script, "8", "--model=a"], env=env, capture_output=True, text=True)
+    assert done.stdout.split()[1:] == [
+        "--model=a", "--part", "3/8", "--output", "answers-3.jsonl", "--resume",
+    ]  # fmt: skip
+    done = subprocess.run([*script, "--model=a"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "'--model=a' is not the number of parts" in done.stderr
+
+
 @pytest.mark.slow
 def test_job_array_gives_the_answers_of_one_run(cluster, model, tmp_path):
     lines = [{"prompt": "ab"}, {"prompt": "b"}, {"prompt": "abc"}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     argv = ["--model", str(model), "--prompts", str(path), "--max-tokens=8", "--seed=3"]
-    script = ["bash", str(LAUNCH / "slurm_array.sh"), str(tmp_path / "answers"), *argv, "--n=2"]
+    script = ["bash", str(LAUNCH / "slurm_array.sh"), str(tmp_path / "answers"), "2"]
+    script += [*argv, "--n=2"]
     for part in range(2):
         array = {"SLURM_ARRAY_TASK_ID": str(part), "SLURM_ARRAY_TASK_COUNT": "2"}
         done = subprocess.run(script, env={**cluster, **array}, timeout=LIMIT_S)
@@ -235,6 +258,48 @@ def test_missing_torchrun_on_hosts_fails_the_command(hosts):
     assert done.returncode == 1 and "/no/such/folder/torchrun" in done.stderr
 
 
+# Fails for the host `unreachable`, and otherwise runs the command on this host.
+FAILING_SSH = """#!/usr/bin/env bash
+[ "$4" = unreachable ] && exit 255
+exec bash -c "$5"
+"""
+# A torchrun that waits for the ranks of other hosts until it gets SIGTERM.
+WAITING_TORCHRUN = f"""#!/usr/bin/env bash
+echo started >&2
+exec {shlex.quote(sys.executable)} -c 'import time; time.sleep({LIMIT_S / 2})'
+"""
+
+
+@pytest.fixture
+def waiting_hosts(hosts: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """The environment of launch/hosts.sh with a torchrun that waits; `sleep` returns at once."""
+    programs = {"ssh": FAILING_SSH, "torchrun": WAITING_TORCHRUN, "sleep": "#!/bin/sh\n"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return hosts
+
+
+@pytest.mark.parametrize("names", ["unreachable:1,node1:1", "node0:1,unreachable:1"])
+def test_failed_session_of_any_host_ends_the_ranks_of_all_hosts(names, waiting_hosts):
+    """Regression: if only host 0 failed, torchrun of host 1 waited 15 minutes for its store."""
+    command = ["bash", str(LAUNCH / "hosts.sh"), names, "serve"]
+    done = subprocess.run(
+        command, env=waiting_hosts, capture_output=True, text=True, timeout=LIMIT_S / 4
+    )
+    assert done.returncode == 1
+
+
+def test_sigterm_ends_the_ranks_of_all_hosts(waiting_hosts):
+    command = ["bash", str(LAUNCH / "hosts.sh"), "node0:1,node1:1", "serve"]
+    with subprocess.Popen(command, env=waiting_hosts, stderr=subprocess.PIPE, text=True) as script:
+        assert script.stderr is not None
+        for _ in range(2):
+            assert script.stderr.readline() == "started\n"
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(LIMIT_S / 4) == 0
+
+
 def unit() -> configparser.ConfigParser:
     parser = configparser.ConfigParser(interpolation=None, delimiters="=")
     parser.optionxform = str  # type: ignore[assignment, method-assign]
@@ -309,11 +374,11 @@ def test_every_printed_command_has_known_flags_and_existing_files(tmp_path, monk
             words = ["parallel-llama", *argv]
         if words[:2] == ["docker", "run"]:
             words = words[words.index("parallel-llama:0.1.0") :]
-        if "launch/slurm_array.sh" in words:  # the word after it begins the names of the outputs
+        if "launch/slurm_array.sh" in words:  # the next words: names of outputs, parts
             words = [
                 "parallel-llama",
                 "generate",
-                *words[words.index("launch/slurm_array.sh") + 2 :],
+                *words[words.index("launch/slurm_array.sh") + 3 :],
             ]
         if words[0] in ("parallel-llama", "parallel-llama:0.1.0") or "slurm.sh" in line:
             argv = words[2:] if "slurm.sh" in line else words[1:]
