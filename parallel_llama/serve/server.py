@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import math
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ _TICKS_PER_CHECK = 10  # ticks of uvicorn, 0.1 s each
 _TICKS_PER_TRIM = 100
 _MAX_KEPT_BYTES = 32 << 20  # freed memory that malloc may keep
 _CLOSING_S = 5  # for open connections to close at shutdown
+_SAME_SIGNAL_S = 0.5  # signals within this time of each other count as one
 
 READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a pending response
 MIN_READ_BYTES = 16 << 10
@@ -89,7 +91,7 @@ async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, dra
     """Serves until a signal or the engine's final end, and returns the exit code.
 
     After the first SIGTERM or Ctrl-C, new requests are refused, and accepted requests may run for
-    up to `drain_s` seconds; a second signal ends them.
+    up to `drain_s` seconds; a second signal, not within half a second of the first, ends them.
     """
     server = _Server(
         uvicorn.Config(
@@ -108,9 +110,14 @@ async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, dra
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals: list[int] = []
+    last_s = -math.inf
 
     def request_shutdown(number: int) -> None:
-        signals.append(number)
+        nonlocal last_s
+        # A signal to every process arrives twice under a launcher: rank 0 forwards it too.
+        if loop.time() - last_s >= _SAME_SIGNAL_S:
+            signals.append(number)
+        last_s = loop.time()
         engine.drain()
         shutdown.set()
 
