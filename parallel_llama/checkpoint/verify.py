@@ -149,7 +149,7 @@ class Damage:
         return damaged or uncertain
 
     def _has_copy_of_embeddings(self) -> bool:
-        """Whether the files have tied embeddings twice, but the manifest has one hash of them."""
+        """Whether the files have tied embeddings twice, but the manifest has only one hash."""
         return self.manifest.layout == "meta" and bool(self.args and self.args.tied_embeddings)
 
     def _is_damaged(self, path: Path, tensor: str, span: range, entry: TensorEntry) -> bool:
