@@ -222,7 +222,7 @@ def _serve_as_rank(
 
 
 def _frontend_code(status: int) -> int:
-    """The exit code for the wait status of the HTTP server, whose signal is reported."""
+    """The exit code for the wait status of the HTTP server. Reports a signal that killed it."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code

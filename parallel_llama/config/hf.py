@@ -67,8 +67,9 @@ _ROPE_COMMON = {"rope_type", "type", "rope_theta", ROTARY_PART, "finetuned"}
 # Keys of vLLM's YaRN, which transformers ignores; attn_factor is not attention_factor.
 _ROPE_UNREAD = {"attn_factor", "extrapolation_factor"}
 
+# The high_freq_factor of Llama 3.1 to 3.3, and of Llama 4 Scout.
+_HIGH_FACTORS = (4.0, 1.0)
 # Trained contexts that `llama3_from_factors` tries; Llama 3.1 to 3.3 have 8192.
-_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3.1 to 3.3, and of Llama 4 Scout
 _TRAINED_CONTEXTS = [1 << power for power in (*range(13, 4, -1), *range(14, 21))]
 
 # Tolerance for factors that were computed in float32; other trained contexts differ far more.

@@ -60,8 +60,8 @@ class SentencePieceTokenizer(Tokenizer):
     space that Mistral's code leaves to SentencePiece.
 
     Args:
-        added: tokens from other files, matched like special tokens. Those that are not special are
-            also matched in text whose special tokens are not parsed, as in transformers.
+        added: tokens from other files, matched like special tokens. As in transformers, added
+            tokens that are not special are matched even if special tokens are not parsed.
 
     Raises: CheckpointError if SentencePiece cannot use the model.
     """

@@ -127,7 +127,7 @@ def test_logit_bias_with_a_grammar_logs_a_warning(folder, caplog):
 
 @pytest.fixture
 def thinking(folder: Path) -> InputProcessor:
-    """A model whose prompts begin the reasoning of the answer."""
+    """A model with a chat template that begins the reasoning of the answer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder / name).read_text()
         (folder / name).write_text(text.replace("<|turn|>", "<|START_THINKING|>"))

@@ -66,7 +66,8 @@ def refused_reservation(_: object) -> HugePages:
 def test_weights_are_packed_while_loading_without_huge_pages(n_experts, monkeypatch):
     """On a GPU, unpacked weights took memory that the KV cache was then too large for.
 
-    Regression: a limit of addresses refused weights whose size in float32 is above it.
+    Regression: under a limit of address space, quantised weights were refused by their size in
+    float32.
     """
     sizes = {"dim": 96, "n_heads": 3, "n_kv_heads": 3, "head_dim": 32, "ffn_dim": 64}
     args = replace(ARGS, **sizes, n_experts=n_experts, n_active_experts=min(n_experts, 2))

@@ -16,7 +16,7 @@ FILES = pytest.mark.parametrize("file", [SMOLLM2, LLAMA3, MISTRAL_V1], ids=lambd
 
 
 def pending(tokenizer, given, **fields):
-    """A request whose engine has scored the prompt."""
+    """A request with the log-probabilities of its prompt."""
     ids = tokenizer.encode(given) if isinstance(given, str) else given
     answer = SimpleNamespace(
         request=SimpleNamespace(prompt=ids, params=SimpleNamespace(n=1)),

@@ -132,7 +132,7 @@ def test_user_defined_gguf_token_is_one_id_and_decodes_to_its_text(tmp_path):
 
 
 def gemma_folder(folder: Path, added: dict[str, Any]) -> SentencePieceProcessor:
-    """Writes a tokenizer.model whose runs of spaces are user-defined pieces, as Gemma's has them.
+    """Writes a tokenizer.model with user-defined pieces for runs of spaces, as in Gemma's file.
 
     Args:
         added: the added_tokens_decoder of tokenizer_config.json.
@@ -180,7 +180,7 @@ def test_user_defined_runs_of_spaces_are_spaces_in_folder_and_gguf_file(tmp_path
 
 
 def test_special_token_beyond_the_vocabulary_is_left_out_with_a_warning(tmp_path, caplog):
-    """Regression: Gemma 3 1B, whose image token has no row, could not be written as GGUF."""
+    """Regression: Gemma 3 1B could not be written as GGUF: its image token has no row."""
     gemma_folder(tmp_path, {"1000": {"content": "<image_soft_token>", "special": True}})
     fields = tokenizer_fields(tmp_path, 1000, GenerationDefaults())
     for key in ("tokens", "token_type", "scores"):
