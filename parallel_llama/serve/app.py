@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -165,16 +164,15 @@ def _post(
     is_text: bool = False,
 ) -> Operation:
     """A POST operation: its endpoint reads a body of this type and passes it to the handler."""
-    decoder = msgspec.json.Decoder(body)
 
     async def endpoint(context: RequestContext) -> Response:
         data = await _read_json_body(context)
         sized_context = replace(context, n_bytes=len(data))
         try:
             if len(data) > LARGE_WORK:
-                decoded = await sized_context.in_thread(lambda: bodies.read_body(decoder, data))
+                decoded = await sized_context.in_thread(lambda: bodies.read_body(body, data))
             else:
-                decoded = bodies.read_body(decoder, data)
+                decoded = bodies.read_body(body, data)
         except UnicodeDecodeError as error:
             raise HTTPError(400, f"the body is not valid JSON: {error}") from error
         return await handler(sized_context, decoded)

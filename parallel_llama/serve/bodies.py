@@ -249,8 +249,8 @@ class InvalidBody(ValueError):
         self.param, self.code = param, code
 
 
-def read_body(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
-    """Decodes and checks a body.
+def read_body(kind: type[B], data: bytes) -> B:
+    """Decodes and checks a body of the type `kind`.
 
     Raises: InvalidBody; for invalid JSON msgspec.DecodeError, UnicodeDecodeError or RecursionError.
     """
@@ -261,9 +261,9 @@ def read_body(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
         message = f"the body has more than {MAX_TEXTS} strings; use fewer"
         raise InvalidBody(message, None, "invalid_value")
     try:
-        return decoder.decode(data)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), decoder.type) from error
+        raise _invalid(str(error), kind) from error
 
 
 def _n_brackets(data: bytes) -> int:
