@@ -48,6 +48,7 @@ from parallel_llama.config.scaled import (
     mxfp4_weights,
     scaled_weights,
 )
+from parallel_llama.config.tied import why_untied, with_embeddings
 from parallel_llama.dtypes import STORED, QuantFormat, ScaledFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_slices
@@ -79,7 +80,14 @@ class HFFolder(TensorFiles):
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         headers = {path: _header(path, args) for path in files.weights}
-        tensors = merged(files.path, headers)
+        tensors = with_embeddings(merged(files.path, headers), args)
+        # For safetensors files, `load_model_args` has compared the tensors and untied the model.
+        is_pickled = any(path.suffix != ".safetensors" for path in files.weights)
+        if is_pickled and (why := why_untied(tensors, args)) is not None:
+            raise CheckpointError(
+                f"{files.path}: {why}; set tie_word_embeddings to false in config.json to use the "
+                "former, or remove it from the files"
+            )
         if files.index is not None:
             _require_index(files.index, headers, args)
         is_quantised = any(

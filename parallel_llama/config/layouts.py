@@ -26,6 +26,7 @@ from parallel_llama.config.quantised import (
     native_folder_inputs,
     native_folder_scaled,
 )
+from parallel_llama.config.tied import as_stored
 from parallel_llama.dtypes import (
     GGUF_QUANTS,
     InputFormat,
@@ -195,6 +196,10 @@ def _json_args(
         return read(values)
 
 
+def _hf_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:
+    return as_stored(files, _json_args(args_from_hf, files, count_vocab))
+
+
 def _gguf_args(files: ModelFiles, _: CountVocab | None) -> ModelArgs:
     header = read_gguf_header(files.config)
     with naming(files.config):
@@ -228,7 +233,7 @@ def _params_args(
 
 LAYOUTS = {
     "hf": FileLayout(
-        partial(_json_args, args_from_hf),
+        _hf_args,
         folder_defaults,
         hf_formats,
         hf_decoded_types,

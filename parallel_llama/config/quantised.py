@@ -330,7 +330,7 @@ def hf_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
     packing = hf_packing(files)
     if not isinstance(packing, Schemes) or not packing.rounds_inputs:
         return {}
-    slices, located = stored_slices(args, "hf"), _located(files, args)
+    slices, located = stored_slices(args, "hf"), located_tensors(files, args)
     return {
         name: scheme.inputs.of(slices[name].name.removesuffix("weight"), located)
         for name, scheme in scaled_weights(packing, args, _tensors(files, args)).items()
@@ -349,10 +349,10 @@ def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:
 
 def _tensors(files: ModelFiles, args: ModelArgs) -> dict[str, FileTensor]:
     """The tensors of an HF folder by full name."""
-    return {name: tensor for name, (_, tensor) in _located(files, args).items()}
+    return {name: tensor for name, (_, tensor) in located_tensors(files, args).items()}
 
 
-def _located(files: ModelFiles, args: ModelArgs) -> dict[str, tuple[Path, FileTensor]]:
+def located_tensors(files: ModelFiles, args: ModelArgs) -> dict[str, tuple[Path, FileTensor]]:
     """The tensors of an HF folder by full name, with their files."""
     family = family_of(args)
     return {

@@ -15,7 +15,8 @@ import torch
 from converted_gguf import convert
 from model_folders import add_manifest
 from parity_steps import logits_of_models
-from safetensors.torch import load_file, save_file
+from reshard_samples import moved
+from safetensors.torch import load_file, save_file, save_model
 from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, write_hf
 from torch_archives import assert_not_run
@@ -129,6 +130,59 @@ def test_folder_that_transformers_converted_from_gguf_is_read(folder, tmp_path):
     assert_loads_as_in_transformers(made)
 
 
+# Tied embeddings and the files' own output
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    return write_hf(TINY_MODELS["9/3 tied"], tmp_path / "tied")
+
+
+def add_head(folder: Path) -> torch.Tensor:
+    """Adds an output to a tied folder, as merge_and_unload of peft does. Returns: its values."""
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors[EMBEDDINGS].flip(0).contiguous()
+    tensors[HEAD] = head
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return head
+
+
+def test_tied_folder_with_another_head_gives_the_logits_of_transformers(tied, caplog):
+    head = add_head(tied)
+    model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float64)
+    assert torch.equal(model.lm_head.weight, head)
+    for _ in range(2):
+        assert not load_model_args(find_model(str(tied))).tied_embeddings
+    (record,) = (r for r in caplog.records if r.name == "parallel_llama.config.tied")
+    text = record.getMessage()
+    assert f"{tied}: config.json ties {HEAD} to {EMBEDDINGS}" in text
+    assert text.endswith("set tie_word_embeddings to false")
+    assert_loads_as_in_transformers(tied)
+
+
+def test_reshard_writes_both_tensors_of_a_tied_folder_with_another_head(tied, tmp_path):
+    head = add_head(tied)
+    target = moved(tied, tmp_path / "new", "hf")
+    assert torch.equal(load_file(target / "model.safetensors")[HEAD], head)
+    assert not json.loads((target / "config.json").read_text())["tie_word_embeddings"]
+    assert verify(str(target), against=str(tied)).ok
+
+
+def test_tied_folder_with_only_the_head_gives_the_logits_of_transformers(tied, tmp_path):
+    """save_model keeps the first name of tensors that share memory."""
+    expected = loaded_logits(tied, TOKENS)
+    model = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float64)
+    save_model(model, str(tied / "model.safetensors"), metadata={"format": "pt"})
+    names = load_file(tied / "model.safetensors").keys()
+    assert HEAD in names and EMBEDDINGS not in names
+    assert torch.equal(loaded_logits(tied, TOKENS), expected)
+    assert_loads_as_in_transformers(tied)
+    target = moved(tied, tmp_path / "new", "hf")
+    assert EMBEDDINGS in load_file(target / "model.safetensors")
+
+
 # pytorch_model.bin
 
 
@@ -156,6 +210,16 @@ def test_pytorch_bin_files_give_the_logits_of_transformers(tmp_path, name, n_fil
     state = as_bin(folder, n_files)
     assert "lm_head.weight" in state
     assert_loads_as_in_transformers(folder)
+
+
+def test_tied_pytorch_bin_with_another_head_is_refused_with_the_remedy(tied):
+    state = as_bin(tied)
+    torch.save({**state, HEAD: state[EMBEDDINGS].clone()}, tied / BIN)
+    run_on_threads(1, logits_of_models, [(tied, TOKENS)])  # equal values are not refused
+    torch.save({**state, HEAD: state[EMBEDDINGS] + 1}, tied / BIN)
+    text = refusal(tied)
+    assert f"ties {HEAD} to {EMBEDDINGS}" in text
+    assert "set tie_word_embeddings to false in config.json to use the former, or remove" in text
 
 
 def as_one_vector(folder: Path) -> None:
