@@ -11,7 +11,7 @@ from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.records import exchange
 from parallel_llama.engine.machine import reading
 from parallel_llama.errors import ranks_do
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import ByDevice, Communicator
 from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.sockets import Sockets
 
@@ -39,6 +39,7 @@ def transport(
     """Judges the fastest exchange of each rank; `hosts` has the name of each rank's host."""
     if comm.size == 1:
         return Check("transport", "skip", "one rank exchanges nothing")
+    comm = comm.host if isinstance(comm, ByDevice) else comm  # which `measure` uses
     is_shared = isinstance(comm, SharedMemory)
     slowest_s = max(exchange_s)
     how = "shared memory" if is_shared else "sockets" if isinstance(comm, Sockets) else "gloo"

@@ -31,6 +31,8 @@ class Trace:
 class TracedSolo(Solo):
     """One rank, which records what several ranks would exchange."""
 
+    exchanges = True
+
     def __init__(self) -> None:
         self.trace = Trace()
 

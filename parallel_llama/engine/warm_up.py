@@ -14,7 +14,7 @@ import torch
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import MAX_DECODED, Chunk
-from parallel_llama.errors import NumericalError
+from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.parallel.collectives import without_peers
 from parallel_llama.request import SamplingParams
 from parallel_llama.sampling.draw import SamplingRow, row_sampling_key
@@ -41,7 +41,8 @@ def warm_up(runner: ModelRunner, on_step: Callable[[], None]) -> None:
     with without_peers(runner.comm):
         for step in _steps(runner):
             on_step()
-            with suppress(NumericalError):  # results without the other ranks may be NaN
+            # Without the other ranks, logits may be NaN, and tokens may be outside the vocabulary.
+            with suppress(NumericalError, UsageError):
                 step()
     runner.comm.barrier()
 

@@ -176,7 +176,7 @@ class RowParallelLinear:
 
     def product(self, x: Tensor, adapters: Adapters = ()) -> Product:
         """As `__call__`. On one rank, which exchanges nothing, it may return a `PartSums`."""
-        if self.comm.size > 1 or self.bias is not None or adapters:
+        if self.comm.exchanges or self.bias is not None or adapters:
             return self(x, adapters)
         y = self.weight.product(self.cut.whole_inputs(x, self.ops, self.comm), self.ops)
         return y if isinstance(y, PartSums) else self.cut.complete(y, self.ops, self.comm)

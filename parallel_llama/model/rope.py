@@ -19,7 +19,9 @@ from torch import Tensor
 
 from parallel_llama.families.model_args import ModelArgs, RopeScaling
 
-_MAX_TABLES = 64  # kept; only dynamic scaling needs several, one per sequence length
+# Bytes of tables that are kept. Only dynamic scaling needs several tables, one per prompt length.
+_MAX_TABLE_BYTES = 256 << 20
+_ROWS_AT_ONCE = 8192  # computed in float64 at once
 
 # Rotations on the host, as arrays from which decode steps copy without torch.
 HostRotations = npt.NDArray[np.complexfloating]
@@ -106,14 +108,26 @@ class RotaryTables:
     def _from_table(self, positions: range, n_tokens: int) -> HostRotations:
         """Rotations of positions in a sequence of `n_tokens` tokens."""
         key = base_len(self._args, n_tokens)
-        table = self._tables.get(key)
+        table = self._tables.pop(key, None)
         if table is None or len(table) < positions.stop:
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.clear()
             # Twice the length, so that a growing sequence rarely needs a new table.
-            table = self._rounded(rotations(self._args, range(2 * positions.stop), n_tokens))
-            self._tables[key] = table
+            table = self._table(min(2 * positions.stop, key or self._args.max_seq_len), n_tokens)
+        self._tables[key] = table  # now the last, so the first is the least recently used
+        while len(self._tables) > 1 and self.n_bytes > _MAX_TABLE_BYTES:
+            del self._tables[next(iter(self._tables))]
         return table[positions.start : positions.stop]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tables that are kept on the host."""
+        return sum(table.nbytes for table in self._tables.values())
+
+    def _table(self, n_rows: int, n_tokens: int) -> HostRotations:
+        starts = range(0, n_rows, _ROWS_AT_ONCE)
+        ranges = [range(start, min(start + _ROWS_AT_ONCE, n_rows)) for start in starts]
+        return np.concatenate(
+            [self._rounded(rotations(self._args, positions, n_tokens)) for positions in ranges]
+        )
 
     def _rounded(self, exact: Tensor) -> HostRotations:
         rounded: HostRotations = exact.to(self._dtype).numpy()

@@ -35,6 +35,11 @@ class Communicator(Protocol):
     rank: int
     size: int
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether collectives must be called; if not, a product may leave its exchanges out."""
+        return self.size > 1
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over all ranks in place and returns x; the result is bitwise equal on all ranks.
 
@@ -186,7 +191,7 @@ class ByDevice(Communicator):
         is_on_gpu: Callable[[Tensor], bool] = is_on_gpu,
     ) -> None:
         self.rank, self.size = host.rank, host.size
-        self._host, self._gpus = host, gpus
+        self.host, self._gpus = host, gpus
         self._require_not_aborted, self._is_on_gpu = require_not_aborted, is_on_gpu
         self._alone: Slice | None = None
 
@@ -204,22 +209,22 @@ class ByDevice(Communicator):
 
     def barrier(self) -> None:
         self._require_not_aborted()
-        self._host.barrier()
+        self.host.barrier()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        with self._host.computing():
+        with self.host.computing():
             yield
 
     def keepalive(self) -> None:
-        self._host.keepalive()
+        self.host.keepalive()
 
     def require_alive(self) -> None:
-        self._host.require_alive()
+        self.host.require_alive()
 
     def close(self) -> None:
         self._gpus.close()
-        self._host.close()
+        self.host.close()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -237,7 +242,7 @@ class ByDevice(Communicator):
         if self._alone is not None:
             return self._alone
         self._require_not_aborted()
-        return self._gpus if self._is_on_gpu(x) else self._host
+        return self._gpus if self._is_on_gpu(x) else self.host
 
 
 def without_peers(comm: Communicator) -> AbstractContextManager[None]:

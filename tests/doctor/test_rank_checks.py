@@ -24,13 +24,17 @@ from parallel_llama.doctor.facts import Facts, versions
 from parallel_llama.doctor.rank import _REMEDIES, remedy_for
 from parallel_llama.doctor.records import agreed, exchange
 from parallel_llama.doctor.tiny_model import ARGS, RECORDED, Result, compute_alone, judged
+from parallel_llama.doctor.trace import TracedSolo
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.model.layers import Backend, RowCut, RowParallelLinear
+from parallel_llama.ops import Scores
 from parallel_llama.ops.cpu.jit import machine_code, this_machine
 from parallel_llama.parallel import failures
-from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo
+from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.timeouts import Timeouts
 
 CPU = torch.device("cpu")
@@ -257,6 +261,29 @@ def test_slow_exchanges_name_the_slowest_rank_and_its_host():
     found = pace.transport(comm, ["a", "b"], False, [1e-3, 9e-3])
     assert found.status == "warn" and "slowest on rank 1 (b)" in found.seen and found.remedy
     assert pace.transport(comm, ["a", "b"], False, [1e-3, 1e-3]).status == "pass"
+
+
+def test_transport_of_gpu_ranks_is_that_of_their_host_messages():
+    """Regression: ranks on GPUs always got a warning about gloo, which they do not use."""
+    host = SharedMemory.__new__(SharedMemory)
+    host.rank, host.size = 0, 2
+    comm = ByDevice(host, Solo(), lambda: None)
+    found = pace.transport(comm, ["a", "a"], True, [3e-5, 3e-5])
+    assert found.status == "pass" and found.seen.startswith("shared memory, 0.03 ms")
+
+
+@pytest.mark.parametrize("n_rows", [1, 16, 17])
+def test_one_rank_traces_each_sum_with_gpu_kernels(n_rows):
+    """Regression: parts of a product were added later, so sound GPUs had other exchanges."""
+    pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+    from parallel_llama.ops.cuda_ops import CUDAOps
+
+    comm, dim = TracedSolo(), 64
+    backend = Backend(comm, CUDAOps(Scores()), torch.float32)
+    layer = RowParallelLinear(RowCut(1024), dim, backend, bias=False)
+    layer.weight.load(torch.randn(dim, 1024))
+    y = layer.product(torch.randn(n_rows, 1024))
+    assert isinstance(y, Tensor) and [len(x) for x in comm.trace.results] == [n_rows]
 
 
 def test_a_damaged_kernel_in_the_cache_is_named(tmp_path, monkeypatch):

@@ -134,3 +134,25 @@ def test_ranks_compile_without_waiting_for_each_other(tp_size: int, kv_split: KV
 
     for alone, together in run_on_threads(tp_size, run):
         assert alone == 0 < together
+
+
+def test_ranks_with_unequal_shares_of_the_vocabulary_warm_up():
+    """Regression: the last rank drew a token beyond what it took for the size of the vocabulary."""
+    args = replace(ARGS, vocab_size=1000)
+    plan = make_plan(args, 2, shares=(80, 24))
+
+    class Other(Solo):
+        rank, size = 1, 2
+
+    runner = ModelRunner.load(
+        args,
+        random_checkpoint(args, seed=1),
+        plan,
+        ByDevice(Other(), Other(), lambda: None),
+        precision=Precision.plain("float64"),
+        device=torch.device("cpu"),
+        ops=paged_ops(args),
+    )
+    assert plan.shards[1].vocab.start > 2 * len(plan.shards[1].vocab)
+    make_engine(runner, 64, block_size=4)
+    warm_up(runner, lambda: None)
