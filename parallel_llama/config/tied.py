@@ -1,7 +1,7 @@
-"""Compares the output with the embeddings in HF folders whose config.json ties the two. No torch.
+"""Decides whether the output and the embeddings of a Hugging Face folder are tied. Without torch.
 
-The files decide, as in transformers: if both tensors exist and their values differ, the model is
-not tied; if only one exists, the model uses it for both.
+config.json can tie them. As in transformers, the tensors of the files have priority: if both exist
+and their values differ, the model is not tied; if only one exists, the model uses it for both.
 
 Source: transformers 5.24, PreTrainedModel.tie_weights.
 """
