@@ -100,7 +100,7 @@ class LLM:
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
     DamagedWeights for damage that only reading the weights shows; RankError for a rank that does
-    not join, fails, or has other settings.
+    not start or join, fails, or has other settings.
     Collective: the constructor, under torchrun, with the same arguments on all ranks.
     """
 

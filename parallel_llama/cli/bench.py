@@ -171,7 +171,7 @@ def _require_calibratable(flags: Flags, path: Path, n_ranks: int) -> None:
 def _single_rank_flags(flags: Flags, what: str) -> Flags:
     """The flags of a slice, which has random weights.
 
-    Raises: UsageError if there are other ranks.
+    Raises: UsageError if there are other ranks, or unequal shares.
     """
     if is_started_as_rank():
         raise UsageError(f"{what} runs in one process; start it without torchrun")
@@ -179,6 +179,9 @@ def _single_rank_flags(flags: Flags, what: str) -> Flags:
         raise UsageError(f"{what} runs in one process; omit --pp {flags[PP]}")
     if (flags[NPROC] or 1) > 1:
         raise UsageError(f"{what} runs in one process; omit --nproc {flags[NPROC]}")
+    for flag in (MEMORY, CALIBRATION):
+        if flags[flag] is not None:
+            raise UsageError(f"{what} is one of equal shares; omit --{flag.name}")
     return flags.with_value(RANDOM_WEIGHTS, flags[RANDOM_WEIGHTS] or 0)
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from io import TextIOWrapper
 
 import fire
 
@@ -34,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command line and returns its exit code; errors are printed to stderr."""
     # torch's store logs a warning per connection if an address has no host name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # As on stderr, characters that the locale's encoding lacks are escaped.
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     return exit_code(lambda: _run(list(argv)), _give_up)
 
 

@@ -21,6 +21,7 @@ from parallel_llama.cli.hardware import Hardware, gpu_hardware
 from parallel_llama.cli.hosts import Hosts, read_hosts
 from parallel_llama.cli.largest import MAX_BATCH, find_largest
 from parallel_llama.cli.parsers import (
+    GB,
     GPU,
     bandwidths,
     count_or_range,
@@ -305,11 +306,13 @@ def _check_fit(flags: Flags, request: PlanRequest) -> None:
             "--fit needs the memory of the ranks: add --gpus 2x24 or --memory 16,16, or one size "
             "to find the fewest ranks"
         )
-    paths = flags[CALIBRATION]
+    paths, rates = flags[CALIBRATION], flags[BANDWIDTH]
+    rates = [rates] if isinstance(rates, int) else rates
     given: dict[str, object] = {
         "quant": flags[model.QUANT],
         "svg": flags[SVG],
         "price": flags[PRICE],
+        "bandwidth": rates and ",".join(f"{rate / GB:g}" for rate in rates),
         "calibration": paths and ",".join(paths),
     }
     if flags[model.KV_CACHE_DTYPE] != model.KV_CACHE_DTYPE.initial:

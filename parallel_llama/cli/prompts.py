@@ -21,6 +21,7 @@ Prompt = str | list[int] | Chat
 
 KINDS = ("prompt", "tokens", "messages")
 BESIDE_MESSAGES = ("tools", "documents", "template_vars")
+_SYSTEM_ROLES = ("system", "developer")
 
 MAX_PROMPTS = 1_000_000
 MAX_LINE_BYTES = 64 << 20
@@ -57,7 +58,7 @@ class Line:
 
 
 def require_one_source(flags: Flags) -> None:
-    """Raises: UsageError for two sources of prompts or none, and for chat flags without a chat."""
+    """Raises: UsageError for two sources of prompts or none, and for chat flags without --chat."""
     texts, path = flags[PROMPT], flags[PROMPTS]
     if bool(texts) == (path is not None):
         raise UsageError(
@@ -75,7 +76,7 @@ def require_one_source(flags: Flags) -> None:
 def gather(flags: Flags) -> list[Line]:
     """All prompts in input order; with --chat, each text becomes a user message.
 
-    Raises: UsageError naming the invalid prompt or line.
+    Raises: UsageError naming the invalid prompt or line, or a flag for chats if no prompt is one.
     """
     path = flags[PROMPTS]
     if path is not None:
@@ -85,9 +86,18 @@ def gather(flags: Flags) -> list[Line]:
             Line(f"prompt {i}", _read_stdin() if text == STDIN else text)
             for i, text in enumerate(flags[PROMPT])
         ]
+    system, template_vars = flags[SYSTEM], dict(flags[TEMPLATE_VAR])
     if flags[CHAT]:
-        lines = [_in_chat(line, flags[SYSTEM]) for line in lines]
-    if template_vars := dict(flags[TEMPLATE_VAR]):
+        lines = [_in_chat(line) for line in lines]
+    if (system is not None or template_vars) and not any(map(_is_chat, lines)):
+        name = TEMPLATE_VAR.name if system is None else SYSTEM.name
+        raise UsageError(
+            f"--{name} needs a chat, but no line of --prompts is one; give messages, or texts with "
+            "--chat"
+        )
+    if system is not None:
+        lines = [_with_system(line, system) for line in lines]
+    if template_vars:
         lines = [_with_vars(line, template_vars) for line in lines]
     for line in lines:
         if line.prompt == "":
@@ -173,12 +183,20 @@ def _decoded(data: bytes) -> str:
         raise ValueError(f"not UTF-8 text (at byte {error.start})") from None
 
 
-def _in_chat(line: Line, system: str | None) -> Line:
+def _in_chat(line: Line) -> Line:
     """The line with its text as a user message; unchanged if it is not a text."""
     if not isinstance(line.prompt, str):
         return line
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return replace(line, prompt=Chat([*first, {"role": "user", "content": line.prompt}]))
+    return replace(line, prompt=Chat([{"role": "user", "content": line.prompt}]))
+
+
+def _with_system(line: Line, text: str) -> Line:
+    """The line with a system message; that of the line itself takes precedence."""
+    chat = line.prompt
+    if not isinstance(chat, Chat) or any(m["role"] in _SYSTEM_ROLES for m in chat.messages):
+        return line
+    messages = [{"role": "system", "content": text}, *chat.messages]
+    return replace(line, prompt=replace(chat, messages=messages))
 
 
 def _with_vars(line: Line, template_vars: Mapping[str, Any]) -> Line:
@@ -187,6 +205,10 @@ def _with_vars(line: Line, template_vars: Mapping[str, Any]) -> Line:
         return line
     merged = {**template_vars, **line.prompt.template_vars}
     return replace(line, prompt=replace(line.prompt, template_vars=merged))
+
+
+def _is_chat(line: Line) -> bool:
+    return isinstance(line.prompt, Chat)
 
 
 def _line(where: str, value: Any) -> Line:

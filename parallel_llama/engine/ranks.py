@@ -37,6 +37,8 @@ from parallel_llama.files.model_files import fingerprint
 from parallel_llama.ops.cpu.jit import has_kernels, this_machine
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.triton_toolchain import why_unusable
+from parallel_llama.parallel.cgroups import cpu_quota
+from parallel_llama.parallel.child_process import starting
 from parallel_llama.parallel.collectives import (
     Communicator,
     Slice,
@@ -50,8 +52,10 @@ from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.linked_ranks import Link, Links, link_ranks
 from parallel_llama.parallel.rank_env import (
     RankEnv,
+    is_one_host,
     is_started_as_rank,
     is_watched,
+    known_local_world,
     launcher_name,
     write_in_background,
 )
@@ -114,7 +118,8 @@ class Ranks:
         orders: reads the orders of rank 0; only for a rank that another `Ranks` has started.
 
     Raises: UsageError for `elastic` under torchrun, for `spares` of ranks that another program has
-    started, and for several ranks in a process that is a rank of another group.
+    started, and for several ranks in a process that is a rank of another group; RankError if the
+    system cannot start ranks.
     """
 
     def __init__(self, setup: ModelSetup, orders: Orders | None = None) -> None:
@@ -140,19 +145,22 @@ class Ranks:
         if is_started_as_rank():
             if setup.config.elastic and orders is None:
                 _require_single_starts(setup.config.spares)
+            if setup.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+                _keep_within_quota(setup.size)
             return
         threads = threads_per_rank(setup.size)
         torch.set_num_threads(self._threads_of(setup.size))
         if setup.size > 1:
             module, settings = "parallel_llama.engine.ranks", setup.config.to_json()
-            self._local_ranks = LocalRanks(
-                module,
-                settings,
-                setup.size,
-                threads,
-                n_spares=setup.config.spares,
-                spare_arguments=[_digest(self._facts)],
-            )
+            with starting("ranks"):
+                self._local_ranks = LocalRanks(
+                    module,
+                    settings,
+                    setup.size,
+                    threads,
+                    n_spares=setup.config.spares,
+                    spare_arguments=[_digest(self._facts)],
+                )
 
     def start(
         self,
@@ -607,6 +615,20 @@ def _require_single_starts(n_spares: int) -> None:
             f"{counted(n_spares, 'spare')} with ranks that another program has started: only a "
             "program that starts its ranks itself can replace them; drop the spares"
         )
+
+
+def _keep_within_quota(size: int) -> None:
+    """Limits the threads of this rank, one of `size`, to its part of the CPU quota.
+
+    The ranks of a host share its quota. They may not share its cores: many launchers give each rank
+    cores of its own, and torch starts at most one thread for each core of a process.
+    """
+    _, n_local = known_local_world()
+    if n_local is None:
+        n_local = size if is_one_host(size) else 1
+    quota = cpu_quota() / n_local
+    if quota < torch.get_num_threads():
+        torch.set_num_threads(max(1, int(quota)))
 
 
 def _are_tokens_wrong(error: RankError | None) -> bool:

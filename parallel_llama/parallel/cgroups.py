@@ -3,6 +3,7 @@
 Source: Linux, admin-guide/cgroup-v2.rst and cgroup-v1/; cgroups(7), section /proc/pid/cgroup.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,6 +35,11 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
 def cpu_cores(root: Path = Path("/")) -> float:
     """The cores that this process may use, by its CPU affinity and the quotas of its groups."""
     return min([len(os.sched_getaffinity(0)), *_cpu_quotas(root)])
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """The cores that the quotas of this process's groups allow; infinite without a quota."""
+    return min(_cpu_quotas(root), default=math.inf)
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:

@@ -37,7 +37,7 @@ MAX_REPORT_BYTES = 1 << 16
 
 
 class RankError(RuntimeError):
-    """Another rank has died, is late, or has called a different collective than this rank."""
+    """Another rank has died, is late, did not start, or has called a different collective."""
 
 
 class IntegrityError(RankError):
@@ -126,6 +126,8 @@ def read_report(data: bytes) -> Report | None:
 
 
 _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
+# The errors of a write to stdout. Without a file name, other errors are those of other calls.
+_WRITE_ERRNOS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 
 
 def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
@@ -145,6 +147,7 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
 
     try:
         _require_streams()
+        open_stdin()
         code = run()
         sys.stdout.flush()
         return code
@@ -167,11 +170,11 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
     except OSError as error:
         if error.errno == errno.ENOMEM:
             report_error(_NO_MEMORY)
-        elif error.filename is not None:
-            report_crash(error)
-        else:  # an error without a file name can only come from stdout
+        elif _is_of_stdout(error):
             _discard_stdout()
             report_error(f"stdout cannot be written: {error.strerror}; answers may be lost")
+        else:
+            report_crash(error)
         return FAILED
     except Exception as error:
         report_crash(error)
@@ -187,6 +190,25 @@ def _require_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")
+
+
+def open_stdin() -> None:
+    """Opens /dev/null as descriptor 0 if stdin is closed; `sys.stdin` stays None.
+
+    Otherwise the next file to be opened would get that descriptor. A child process that inherits
+    the file would have its own stdin in its place.
+    """
+    try:
+        os.fstat(0)
+    except OSError:
+        os.open(os.devnull, os.O_RDONLY)  # gets the lowest descriptor that is free
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Whether an error comes from a write to stdout."""
+    # Only a buffered write to a file that does not block knows how much it has written.
+    is_short_write = hasattr(error, "characters_written")
+    return error.filename is None and (error.errno in _WRITE_ERRNOS or is_short_write)
 
 
 def _discard_stdout() -> None:

@@ -31,11 +31,13 @@ from typing import IO, Any
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import rank_env
 from parallel_llama.parallel.cgroups import cpu_cores
+from parallel_llama.parallel.child_process import module_command, python_path, starting
 from parallel_llama.parallel.failures import (
     MAX_REPORT_BYTES,
     WRONG_USE,
     RankError,
     Report,
+    open_stdin,
     read_report,
 )
 from parallel_llama.parallel.rank_stacks import (
@@ -148,16 +150,16 @@ def run_ranks(
         interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 s of it.
         log_dir: the parent of the folder with the ranks' stacks, made after a failure.
 
-    Raises: UsageError if nproc is not 1 to MAX_RANKS.
+    Raises: UsageError if nproc is not 1 to MAX_RANKS; RankError if the system cannot start ranks.
     """
     if not 1 <= nproc <= MAX_RANKS:
         raise UsageError(f"nproc={nproc}: use 1 to {MAX_RANKS} ranks")
-    command = [sys.executable, "-m", module, *arguments]
+    command = module_command(module, *arguments)
     ranks: list[_Rank] = []
     with _terminal_restored(), _recorded_signals() as signals, ExitStack() as reports:
         try:
-            secret = _secret_file(secrets.token_bytes(rank_env.SECRET_BYTES))
-            with _loopback_socket() as store, secret:
+            token = secrets.token_bytes(rank_env.SECRET_BYTES)
+            with starting("ranks"), _loopback_socket() as store, _secret_file(token) as secret:
                 common = _environment(nproc, threads, store.getsockname()[1], secret)
                 store_fd, inherited = store.fileno(), [secret.fileno(), *_inherited_files()]
                 env = {**common, rank_env.STORE_FD: str(store_fd)}
@@ -207,7 +209,8 @@ class LocalRanks:
         # How many spares in a row ended before they had settled, and why the last one ended.
         self._n_unsettled, self._why_ended = 0, ""
         leave_to_launcher()
-        command = [sys.executable, "-m", module]
+        open_stdin()
+        command = module_command(module)
         self._spare_command = [*command, *spare_arguments]
         self._settings = json.dumps(settings).encode() + b"\n"
         try:
@@ -215,9 +218,6 @@ class LocalRanks:
             with _loopback_socket() as store, _secret_file(secret) as file:
                 port = store.getsockname()[1]
                 common = _environment(size, threads, port, file)
-                # The ranks import the package from where this process has imported it.
-                python_path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
-                common["PYTHONPATH"] = os.pathsep.join(filter(None, python_path))
                 for number in self._full_ranks:
                     files, env = [file.fileno(), *inherited], common
                     if number == 0:
@@ -442,6 +442,7 @@ def _environment(nproc: int, threads: int, port: int, secret: IO[bytes]) -> dict
         # When a rank has died, torch's store prints a warning with a stack trace.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
+        "PYTHONPATH": python_path(),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": "0",

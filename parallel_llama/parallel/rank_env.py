@@ -251,6 +251,11 @@ def _secret() -> bytes:
     if fd is not None:
         secret = os.pread(int(fd), SECRET_BYTES, 0)
         os.close(int(fd))
+        if len(secret) < SECRET_BYTES:
+            raise UsageError(
+                f"{SECRET_FD}={fd}: this file has {len(secret)} of the {SECRET_BYTES} bytes of the "
+                "secret; unset the variable, or restart the command"
+            )
         return secret
     if path is None:
         return b""

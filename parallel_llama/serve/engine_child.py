@@ -6,12 +6,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any
 
+from parallel_llama.parallel.child_process import module_command, python_path, starting
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, read_report
 from parallel_llama.parallel.rank_env import beyond_ctrl_c
 
@@ -26,26 +25,28 @@ class EngineChild:
         module: the module to run, with a socket's descriptor and `log_format` as arguments.
         settings: an LLMConfig as JSON, which the process reads from stdin.
         log_format: text or json.
+
+    Raises: RankError if the system cannot start the process.
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], log_format: str) -> None:
-        self.socket, child_socket = socket.socketpair()
-        self._report: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in `end`
-        python_path = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
-            "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{self._report.fileno()}",
-        }
-        with child_socket:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(child_socket.fileno()), log_format],
-                stdin=subprocess.PIPE,
-                stdout=2,  # to stderr
-                env=env,
-                pass_fds=[child_socket.fileno(), self._report.fileno()],
-                **beyond_ctrl_c(),
-            )
+        with starting("the engine"):
+            self.socket, child_socket = socket.socketpair()
+            self._report: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in `end`
+            env = {
+                **os.environ,
+                "PYTHONPATH": python_path(),
+                "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{self._report.fileno()}",
+            }
+            with child_socket:
+                self._process = subprocess.Popen(
+                    module_command(module, str(child_socket.fileno()), log_format),
+                    stdin=subprocess.PIPE,
+                    stdout=2,  # to stderr
+                    env=env,
+                    pass_fds=[child_socket.fileno(), self._report.fileno()],
+                    **beyond_ctrl_c(),
+                )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(settings).encode() + b"\n")
         self._process.stdin.close()

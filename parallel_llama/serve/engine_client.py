@@ -223,7 +223,7 @@ class EngineClient:
     async def run(self) -> None:
         """Keeps an engine running until cancelled.
 
-        Raises: EngineEnded if the engine is not restarted; all requests fail.
+        Raises: EngineEnded if the engine is not restarted; all requests fail. RankError as `start`.
         """
         while True:
             child = self._start()

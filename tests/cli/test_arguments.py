@@ -464,12 +464,51 @@ def test_chat_flag_turns_text_prompts_into_chats(folder):
     chats = gathered("--prompts", path, "--chat", "--system", "Be brief")
     assert chats == [Chat([system, user]), [1, 2]]
     assert gathered("--prompt", "Hello", "--prompt", "", "--chat")[0] == Chat([user])
-    for chat, expected in (("--chat", Chat([user], template_vars={"a": 1})), ("--nochat", "Hello")):
-        assert gathered("--prompt", "Hello", chat, "--template-var", "a=1") == [expected]
+    assert gathered("--prompt", "Hello", "--nochat") == ["Hello"]
+    with_variable = gathered("--prompt", "Hello", "--chat", "--template-var", "a=1")
+    assert with_variable == [Chat([user], template_vars={"a": 1})]
     own = folder / "vars.jsonl"
     own.write_text(json.dumps({"messages": [user], "template_vars": {"a": 2}}))
     given = ("--template-var", "a=1", "--template-var", "b=3")
     assert gathered("--prompts", str(own), *given) == [Chat([user], template_vars={"a": 2, "b": 3})]
+
+
+def test_system_flag_is_the_system_message_of_chats_without_one(folder):
+    """Regression: the flag had no effect on lines with messages."""
+    user = {"role": "user", "content": "Hello"}
+    system = {"role": "system", "content": "Be brief"}
+    own = [[user], [{**system, "content": "Rhyme"}, user], [{**system, "role": "developer"}, user]]
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in own))
+    chats = gathered("--prompts", str(path), "--chat", "--system", "Be brief")
+    assert chats == [Chat([system, user]), Chat(own[1]), Chat(own[2])]
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "name"),
+    [
+        ("good.jsonl", ("--template-var", "a=1"), "template-var"),
+        ("large.jsonl", ("--chat", "--system", "Be brief"), "system"),
+    ],
+)
+def test_chat_flag_is_refused_if_no_line_is_a_chat(folder, file, flags, name):
+    """Regression: the flag had no effect."""
+    with pytest.raises(UsageError, match=f"--{name} needs a chat, but no line of --prompts is one"):
+        gathered("--prompts", str(folder / file), *flags)
+
+
+def test_stdout_escapes_characters_that_its_encoding_lacks():
+    """Regression: the first such character of an answer ended the command with a traceback."""
+    program = """if True:
+        from parallel_llama.cli.generate import write_text
+        from parallel_llama.cli.main import main
+        main(["--version"])
+        write_text("caf\\xe9 \\u2019")
+    """
+    for encoding, expected in (("latin-1", b"caf\xe9 \\u2019"), ("latin-1:replace", b"caf\xe9 ?")):
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = run_python("-c", program, env=env, text=False)
+        assert done.stdout.endswith(expected), done.stderr
 
 
 @pytest.mark.parametrize("flag", ["--prompt", "--prompts"])

@@ -90,6 +90,8 @@ def test_invalid_slice_flag_is_refused(slice_of, capsys):
         (["--slice=0/10"], None, "use 1 to 9 ranks"),
         (["--slice=3/5", "--kv-split=sequence"], None, "shard the KV cache by heads"),
         (["--slice=0/8", "--nproc=2"], None, "omit --nproc"),
+        (["--slice=0/2", "--memory=32,16"], None, "one of equal shares; omit --memory"),
+        (["--slice=0/2", f"--calibration={__file__}"], None, "omit --calibration"),
         (["--slice=0/8"], "0", "start it without torchrun"),
     ],
 )

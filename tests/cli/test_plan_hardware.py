@@ -74,6 +74,7 @@ def test_most_precise_formats_are_listed_first(capsys):
         ([], "--fit needs the memory of the ranks"),
         (["--memory", "2", "--quant", "int8"], "drop --quant int8"),
         (["--memory", "2", "--kv-cache-dtype", "fp8"], "drop --kv-cache-dtype fp8"),
+        (["--memory", "2,2", "--bandwidth", "20,12.5"], "drop --bandwidth 20,12.5"),
         (["--memory", "2", "--nproc", "1-3"], "drop --nproc 1-3"),
         (["--memory", "2", "--nproc", "10"], "use 1 to 9 ranks"),
     ],

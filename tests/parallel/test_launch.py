@@ -832,6 +832,15 @@ def test_single_task_or_slurm_shell_is_not_started_as_a_rank(put, env):
     assert not is_started_as_rank()
 
 
+def test_inherited_secret_that_is_short_is_refused(put):
+    """Regression: ranks with different secrets waited for each other."""
+    fd = os.open(os.devnull, os.O_RDONLY)
+    env = {**PMI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    put({**env, "PARALLEL_LLAMA_SECRET_FD": str(fd)})
+    with pytest.raises(UsageError, match=f"SECRET_FD={fd}: this file has 0 of the 32 bytes"):
+        rank_env()
+
+
 @pytest.mark.parametrize(
     ("env", "line"),
     [

@@ -82,3 +82,17 @@ def test_failing_spares_start_three_times_and_leave_no_file_open(tmp_path):
         assert said == ["no memory is left"] and len(seen) == 3
         assert ranks.keep_spares() is None and not ranks.spare_pids()
         assert n_files() == n_left < before
+
+
+def test_spare_reports_its_error_if_stdin_is_closed(tmp_path):
+    """Regression: its report was lost, because its file had the descriptor of stdin."""
+    stdin = os.dup(0)
+    os.close(0)
+    try:
+        said: list[str] = []
+        with started(tmp_path, "broken", 1) as ranks:
+            wait_for(lambda: bool(said.extend(filter(None, [ranks.keep_spares()])) or said))
+        assert said == ["no memory is left"]
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)

@@ -65,3 +65,10 @@ def test_full_stderr_gives_exit_code_1(model, command):
 def test_closed_pipe_gives_exit_code_141_and_no_message(model, command):
     done = shell(model, command, "| true; exit ${PIPESTATUS[0]}")
     assert done.returncode == 141 and done.stderr == ""
+
+
+def test_ranks_join_if_stdin_is_closed(model):
+    """Regression: the file of the secret had the descriptor of stdin, and no rank joined."""
+    done = shell(model, f"{COMMANDS[1]} --start-timeout 60", "<&-")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("{")
