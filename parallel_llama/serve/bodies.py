@@ -38,6 +38,7 @@ TokenId = Annotated[int, Meta(ge=0, le=request.MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Prompts = Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Object = dict[str, Any]
 # OpenAI's limits.
 Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
@@ -118,8 +119,9 @@ class SamplingBody(Body):
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
+    prompt_cache_options: Object | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     store: bool | None = None
     metadata: Annotated[Metadata, Meta(max_length=MAX_METADATA)] | None = None
     priority: Literal[0] | None = None
@@ -164,7 +166,7 @@ class ChatBody(SamplingBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # Passed to the chat template; ignored if the template does not use it.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     # Ignored.
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
@@ -221,8 +223,9 @@ class UnloadAdapterBody(Body):
 
 # Ignored fields that are logged.
 WITHOUT_EFFECT = (
-    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
-    "store", "metadata", "verbosity", "modalities", "prediction",
+    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "service_tier", "store", "metadata", "verbosity", "modalities",
+    "prediction",
 )  # fmt: skip
 
 

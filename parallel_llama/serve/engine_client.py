@@ -220,6 +220,10 @@ class EngineClient:
         """Rejects new requests; unfinished requests continue."""
         self._is_draining = True
 
+    def fail_unfinished(self) -> None:
+        """Ends all unfinished requests with NotReady, because the server is shutting down."""
+        self._fail_all(NotReady(_WHY["draining"]))
+
     async def run(self) -> None:
         """Keeps an engine running until cancelled.
 

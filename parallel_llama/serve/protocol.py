@@ -258,6 +258,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._clear_timer()
         self._begin_head()
+        if self.cycle.response_complete:  # before the body, whose bytes ended the keep-alive timer
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         super().on_message_complete()
 
     def _begin_head(self) -> None:

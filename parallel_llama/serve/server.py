@@ -92,6 +92,7 @@ async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, dra
 
     After the first SIGTERM or Ctrl-C, new requests are refused, and accepted requests may run for
     up to `drain_s` seconds; a second signal, not within half a second of the first, ends them.
+    Requests that do not finish get status 503, or an error as the last event of their stream.
     """
     server = _Server(
         uvicorn.Config(
@@ -135,6 +136,7 @@ async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, dra
             if running.done() or loop.time() >= deadline:
                 break
             await asyncio.sleep(_POLL_S)
+        engine.fail_unfinished()
     finally:
         server.should_exit = True
         server.force_exit = len(signals) > 1

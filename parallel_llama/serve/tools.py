@@ -120,7 +120,7 @@ def _with_tools_as_text(chat: Chat, template: ChatTemplate | None) -> Chat:
         )
         text = _TOOLS_AS_TEXT.format(functions=functions)
         first = messages[0]
-        if first["role"] == "system":
+        if first["role"] in ("system", "developer"):
             messages[0] = {**first, "content": f"{text_of(first)}\n\n{text}"}
         elif template is None or template.takes_system:
             messages.insert(0, {"role": "system", "content": text})

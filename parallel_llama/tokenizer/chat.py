@@ -44,8 +44,9 @@ class Chat:
 
     Args:
         messages: each has a `role` of the model's chat format and a `content`: a string, a list of
-            parts {"type": "text", "text": ..}, or None if it has `tool_calls`. Names and ids
-            consist of letters, digits and _.:/@+=~-. Other keys are passed to the template.
+            parts {"type": "text", "text": ..}, or None if it has `tool_calls`. The role `developer`
+            means `system`, unless the chat template names `developer`. Names and ids consist of
+            letters, digits and _.:/@+=~-. Other keys are passed to the template.
         tools, documents, template_vars: passed to the template.
         continues: whether the last message, the assistant's, is the beginning of the next answer.
         parse_special: whether special tokens written in messages become tokens, as in transformers
@@ -112,6 +113,14 @@ def text_of(message: Message) -> str:
     """The text of a message, its parts joined by newlines; "" if it has only tool calls."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def developer_as_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the role `system` in place of `developer`, OpenAI's newer name for it."""
+    return [
+        {**message, "role": "system"} if message["role"] == "developer" else message
+        for message in messages
+    ]
 
 
 def require_roles(messages: Sequence[Message], known: Collection[str]) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.tokenizer.chat import Chat, Message, require_plain, require_roles, text_of
+from parallel_llama.tokenizer.chat import (
+    Chat,
+    Message,
+    developer_as_system,
+    require_plain,
+    require_roles,
+    text_of,
+)
 from parallel_llama.tokenizer.spm import SentencePieceTokenizer
 from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 from parallel_llama.tokenizer.tokenizer import Tokenizer
@@ -33,9 +40,10 @@ class Llama3Chat:
 
     def encode(self, chat: Chat) -> list[int]:
         require_plain(chat)
-        require_roles(chat.messages, self.ROLES)
+        messages = developer_as_system(chat.messages)
+        require_roles(messages, self.ROLES)
         ids = [self._ids["<|begin_of_text|>"]]
-        for message in chat.messages:
+        for message in messages:
             header = self._header(self.ROLES[message["role"]])
             ids += [*header, *self._text(text_of(message)), self._ids["<|eot_id|>"]]
         return ids + self._header("assistant")
@@ -68,9 +76,10 @@ class Llama2Chat:
 
     def encode(self, chat: Chat) -> list[int]:
         require_plain(chat)
-        require_roles(chat.messages, self.ROLES)
-        self._refuse_tags(chat.messages)
-        turns = self._turns(chat.messages)
+        messages = developer_as_system(chat.messages)
+        require_roles(messages, self.ROLES)
+        self._refuse_tags(messages)
+        turns = self._turns(messages)
         ids: list[int] = []
         for question, answer in zip(turns[::2], turns[1::2], strict=False):
             ids += self._text(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
@@ -139,8 +148,9 @@ class MistralChat:
                 f"{', '.join(map(str, self.VERSIONS))}; use a folder with a chat template"
             )
         require_plain(chat)
-        _require_turns(chat.messages)
-        turns = [(message["role"], _text(message)) for message in chat.messages]
+        messages = developer_as_system(chat.messages)
+        _require_turns(messages)
+        turns = [(message["role"], _text(message)) for message in messages]
         if self._version == 1:
             self._refuse_tags([text for _, text in turns])
         ids = [self._special("<s>")]

@@ -10,7 +10,14 @@ from typing import Any
 from parallel_llama.errors import CheckpointError, UsageError, quoted
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, Stopped
 from parallel_llama.tokenizer.channels import ANSWER_ENDS, has_channels
-from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
+from parallel_llama.tokenizer.chat import (
+    ROLES,
+    Chat,
+    Message,
+    developer_as_system,
+    require_roles,
+    text_of,
+)
 from parallel_llama.tokenizer.tokenizer import Tokenizer, longest_of
 
 # Tokens that end a turn in some models. A token is used if it is a special token of the model and
@@ -85,7 +92,8 @@ class JinjaChat:
     text parts, the parts are joined by newlines. For a template with channels, the text and the
     reasoning of a message with calls are joined by an empty line.
 
-    A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`.
+    A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`. If
+    `developer` is not a quoted word in the template, messages of this role become system messages.
 
     Args:
         names: special tokens by their names in templates, such as `bos_token`.
@@ -141,9 +149,10 @@ class JinjaChat:
         """
         require_roles(chat.messages, self._roles)
         template = self._tool_use if chat.tools else self._template
-        chat = replace(
-            chat, messages=[self._message(message, template) for message in chat.messages]
-        )
+        messages = chat.messages
+        if "developer" not in _QUOTED_WORD.findall(template):
+            messages = developer_as_system(messages)
+        chat = replace(chat, messages=[self._message(message, template) for message in messages])
         if cut:
             chat = replace(
                 chat,

@@ -219,6 +219,28 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tiny):
         assert tiny.process.wait(LIMIT_S) == 0
 
 
+def test_requests_that_outlast_the_drain_get_503_or_an_error_event(folder):
+    """Regression: they got status 500 as plain text, or a stream that broke off."""
+    with Served("--model", str(folder), "--drain=0") as served:
+        with ThreadPoolExecutor(1) as pool:
+            events = served.events("/v1/completions", **ENDLESS)
+            assert next(events)["choices"]
+            asked = pool.submit(served.send, "POST", "/v1/completions", ENDLESS)
+            wait_for(lambda: n_running(served) == 2)
+            served.process.send_signal(signal.SIGTERM)
+            last = {}
+            with pytest.raises(AssertionError, match="has no"):
+                for event in events:
+                    last = event
+            status, headers, body = asked.result(LIMIT_S)
+        assert status == 503 and headers["retry-after"] == "1"
+        for error in (last["error"], json.loads(body)["error"]):
+            assert error["type"] == "service_unavailable_error"
+            assert error["message"] == "the server is shutting down"
+        assert served.process.wait(LIMIT_S) == 0
+    assert "Traceback" not in served.stderr
+
+
 def test_sigterm_under_torchrun_lets_requests_finish(folder):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     with Served("--model", str(folder), "--drain=1000", launcher=launcher) as served:

@@ -204,7 +204,7 @@ def test_ignored_sdk_fields_are_accepted_and_logged_once(client, smollm2):
         "messages": QUESTION,
         "max_tokens": 24,
         "temperature": 0,
-        "reasoning_effort": "low",
+        "reasoning_effort": "max",
         "verbosity": "low",
         "store": True,
         "metadata": {"run": "17"},
@@ -213,9 +213,12 @@ def test_ignored_sdk_fields_are_accepted_and_logged_once(client, smollm2):
         "prompt_cache_key": "a",
         "prompt_cache_retention": "24h",
         "safety_identifier": "b",
-        "service_tier": "flex",
+        "service_tier": "fast",
         "user": "c",
-        "extra_body": {"chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+        "extra_body": {
+            "chat_template_kwargs": {"enable_thinking": False, "x": 1},
+            "prompt_cache_options": {"mode": "implicit"},
+        },
     }
     for _ in range(3):
         reply = client.chat.completions.create(**given)
@@ -223,7 +226,7 @@ def test_ignored_sdk_fields_are_accepted_and_logged_once(client, smollm2):
     ignored = [line for line in smollm2.lines[before:] if "ignored" in line]
     fields = ["reasoning_effort", "verbosity", "store", "metadata", "modalities", "prediction"]
     fields += ["prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"]
-    fields += ["user", "chat_template_kwargs"]
+    fields += ["user", "chat_template_kwargs", "prompt_cache_options"]
     assert sorted(line.split("field=")[1].strip() for line in ignored) == sorted(fields)
 
 

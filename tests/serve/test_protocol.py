@@ -235,6 +235,25 @@ async def _drip(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
+async def test_idle_connection_is_closed_after_a_body_that_follows_its_reply():
+    """Regression: such a connection stayed open, so 1,024 clients could lock out all others."""
+
+    async def early(_scope, _receive, send) -> None:
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 415, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with listening(early) as (port, state):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST + b"content-length: 2\r\n\r\n")
+        assert (await reply(reader))[0] == 415
+        (connection,) = state.connections
+        connection.timeout_keep_alive = 0.1
+        writer.write(b"{}")
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
 async def test_an_answer_that_takes_long_is_not_cut_off(monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.4)
     monkeypatch.setattr(protocol, "BODY_LIMIT_S", 0.4)

@@ -161,10 +161,11 @@ def test_unknown_tool_call_format_is_refused():
     assert tools_of(body("none"), inputs("tools <function=")) is None
 
 
-def test_template_without_tools_gets_them_in_the_system_message():
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_template_without_tools_gets_them_in_the_system_message(role):
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
     messages = [
-        {"role": "system", "content": "Be brief."},
+        {"role": role, "content": "Be brief."},
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "noon"},
