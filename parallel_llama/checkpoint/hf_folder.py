@@ -91,7 +91,7 @@ class HFFolder(TensorFiles):
         if files.index is not None:
             _require_index(files.index, headers, args)
         is_quantised = any(
-            name.endswith(_QUANTISED) or tensor.dtype in BYTE_DTYPES
+            name.endswith(_QUANTISED) or tensor.dtype in BYTE_DTYPES or BESIDE_WEIGHTS.search(name)
             for name, (_, tensor) in tensors.items()
         )
         packing, slices = hf_packing(files) if is_quantised else None, stored_slices(args, "hf")

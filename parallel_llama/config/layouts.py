@@ -183,8 +183,8 @@ def why_own_kv_scales(files: ModelFiles) -> str | None:
     if "the KV cache" not in LAYOUTS[files.kind].not_applied(files):
         return None
     return (
-        f"{files.path.name}: kv_cache_scheme and its scales are not applied: a KV cache in int8 or "
-        "fp8 has a scale for every key and value"
+        f"{files.path.name}: the KV cache is not quantised as config.json states, and its scales "
+        "are not applied: a KV cache in int8 or fp8 has a scale for every key and value"
     )
 
 

@@ -32,6 +32,10 @@ BESIDE_WEIGHTS = re.compile(
     r"|(q|k|v|kv)_scale|[qkv]_zero_point)$"
 )
 
+# Targets of groups that state how attention rounds queries, keys and values: LlamaAttention, or
+# re:.*self_attn$.
+_ATTENTION = re.compile(r"Attention|attn\$?$")
+
 _FORMATS: dict[str, dict[str, tuple[int, ...]]] = {  # by type of number: the numbers of bits
     "pack-quantized": {"int": (4, 8)},
     "float-quantized": {"float": (8,)},
@@ -250,7 +254,8 @@ def _has_own_blocks(param: Param, stored_slice: StoredSlice, args: ModelArgs, he
 
 
 def _compressed_tensors(config: Fields) -> Schemes:
-    config.refuse({"transform_config": "rotations of weights are not supported"})
+    if config.mapping("transform_config") not in ({}, {"config_groups": {}}):
+        raise UsageError("has 'transform_config': rotations of weights are not supported")
     sparsity = Fields(config.mapping("sparsity_config")).string("format", "dense")
     if sparsity != "dense":
         raise UsageError(f"sparsity_config has the format {sparsity[:80]!r}; dense is supported")
@@ -259,6 +264,9 @@ def _compressed_tensors(config: Fields) -> Schemes:
         if not isinstance(values, dict):
             raise UsageError(f"config_groups: {shown(name)} must be an object with targets")
         group = Fields(values)
+        if not group.has("weights") and any(map(_ATTENTION.search, group.strings("targets"))):
+            not_applied.add("the KV cache")  # keys and values, and queries
+            continue
         inputs = None
         if group.has("input_activations"):
             inputs = input_scheme(Fields(group.mapping("input_activations")))
@@ -271,10 +279,13 @@ def _compressed_tensors(config: Fields) -> Schemes:
         scheme = _scheme(group.string("format", default_format), Fields(group.mapping("weights")))
         scheme = replace(scheme, inputs=inputs)
         groups += [(_target(target), scheme) for target in group.strings("targets")]
-    if not groups:
-        raise UsageError("config_groups has no group with weights; at least one is needed")
     if config.has("kv_cache_scheme"):
         not_applied.add("the KV cache")
+    if not groups and "the KV cache" not in not_applied:
+        raise UsageError(
+            "config_groups has no group with weights, and there is no kv_cache_scheme; at least "
+            "one is needed"
+        )
     ignored = tuple(map(_target, config.strings("ignore")))
     targets = (*(target for target, _ in groups), *ignored)
     if sum(repeats(each) for each in targets if each.startswith("re:")) > _MAX_REPEATING:

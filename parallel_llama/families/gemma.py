@@ -22,14 +22,12 @@ _LOGIT_CAP, _LOCAL_THETA = "final_logit_softcapping", "rope_local_base_freq"
 _WINDOW_IN_GGUF = "attention.sliding_window"
 _LOCAL_THETA_IN_GGUF = "rope.freq_base_swa"
 _CAPS_IN_GGUF = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+# The activation of GGUF files, and of config.json by default.
+_TANH = {"activation": "gelu_tanh"}
 
 
 def _arithmetic(dim: int) -> dict[str, Any]:
-    return {
-        "activation": "gelu_tanh",  # also if config.json says gelu, as in the first files
-        "norm_offset": 1.0,
-        "embedding_scale": dim**0.5,
-    }
+    return {"norm_offset": 1.0, "embedding_scale": dim**0.5}
 
 
 def _features(fields: Fields) -> dict[str, Any]:
@@ -37,6 +35,12 @@ def _features(fields: Fields) -> dict[str, Any]:
         **_arithmetic(fields.integer("hidden_size")),
         "attention_bias": fields.flag("attention_bias", False),
     }
+
+
+def _gemma_features(fields: Fields) -> dict[str, Any]:
+    # As in transformers, gelu means gelu_pytorch_tanh, which the first files meant.
+    is_tanh = fields.string("hidden_act", "gelu") == "gelu"
+    return {**_features(fields), **(_TANH if is_tanh else {})}
 
 
 def _scale(fields: Fields) -> float:
@@ -47,7 +51,12 @@ def _scale(fields: Fields) -> float:
 
 
 def _shared_features(fields: Fields) -> dict[str, Any]:
-    return {**_features(fields), "post_norms": True, "attention_scale": _scale(fields)}
+    return {
+        **_features(fields),
+        **({} if fields.has("hidden_activation") else _TANH),
+        "post_norms": True,
+        "attention_scale": _scale(fields),
+    }
 
 
 def _gemma2_features(fields: Fields) -> dict[str, Any]:
@@ -82,7 +91,7 @@ def _every_sixth(fields: Fields, n_layers: int) -> Iterable[int]:
 
 
 def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
-    return _arithmetic(fields.integer("gemma.embedding_length"))
+    return {**_TANH, **_arithmetic(fields.integer("gemma.embedding_length"))}
 
 
 def _shared_gguf_features(fields: Fields, arch: str, n_layers_27b: int) -> dict[str, Any]:
@@ -94,7 +103,7 @@ def _shared_gguf_features(fields: Fields, arch: str, n_layers_27b: int) -> dict[
     head_dim = fields.integer(f"{arch}.attention.key_length", dim // max(1, n_heads))
     if is_27b or head_dim < 1:
         head_dim = max(1, dim // max(1, n_heads))
-    return {**_arithmetic(dim), "post_norms": True, "attention_scale": head_dim**-0.5}
+    return {**_TANH, **_arithmetic(dim), "post_norms": True, "attention_scale": head_dim**-0.5}
 
 
 def _gemma2_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
@@ -159,9 +168,9 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     base_architecture="GemmaModel",
     reads=_READS | {"hidden_activation"},
-    features=_features,
+    features=_gemma_features,
     writes=_writes,
-    defaults={"max_seq_len": 8192, "head_dim": 256, "tied_embeddings": True},
+    defaults={"max_seq_len": 8192, "head_dim": 256, "n_kv_heads": 16, "tied_embeddings": True},
     gguf=GGUFForm("gemma", _gguf_features, writes=lambda _: {}),
     rotary_order=HALF_IN_GGUF,
 )
@@ -176,7 +185,7 @@ GEMMA2 = Family(
     writes=_shared_writes,
     keys={"activation": "hidden_activation"},
     full_layers=_every_second,
-    defaults={**GEMMA.defaults, "sliding_window": 4096},
+    defaults={**GEMMA.defaults, "n_kv_heads": 4, "sliding_window": 4096},
     names=names_with(*POST_NORM_NAMES),
     gguf=GGUFForm(
         "gemma2",

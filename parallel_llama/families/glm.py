@@ -11,16 +11,21 @@ THUDM/chatglm2-6b and 3.
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import INTERLEAVED, ROTARY_PART, Family, written_rotary_part
+from parallel_llama.families.family import (
+    INTERLEAVED,
+    ROTARY_PART,
+    Family,
+    rope_fields,
+    written_rotary_part,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Names, in_layers, names_with
 from parallel_llama.files.fields import Fields
 
 
 def _glm_features(fields: Fields) -> dict[str, Any]:
-    rope = Fields(fields.mapping("rope_parameters"))
     head_dim = fields.integer("head_dim", 128)
-    part = rope.number(ROTARY_PART, fields.number(ROTARY_PART, 0.5))
+    part = rope_fields(fields).number(ROTARY_PART, fields.number(ROTARY_PART, 0.5))
     return {
         "attention_bias": fields.flag("attention_bias", True),
         "wo_bias": False,
@@ -93,6 +98,12 @@ def _chatglm_features(fields: Fields) -> dict[str, Any]:
         raise UsageError(
             f"rope_ratio={rope_ratio:g} of ChatGLM2, which divides positions, is not supported; "
             "ChatGLM3 and GLM-4, which multiply the rotary base, are"
+        )
+    rope = rope_fields(fields)
+    if (kind := rope.string("rope_type", rope.string("type", "default"))) != "default":
+        raise UsageError(
+            f"rope_type={kind[:80]!r} is not supported in 'chatglm', whose code ignores it; use "
+            "rope_ratio"
         )
     return {
         "attention_bias": fields.flag("add_qkv_bias", True),

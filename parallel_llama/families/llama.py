@@ -43,7 +43,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     base_architecture="MistralModel",
     full_layers=every_layer_has_the_window,
-    defaults={"max_seq_len": 131072, "sliding_window": 4096},
+    defaults={"max_seq_len": 131072, "n_kv_heads": 8, "sliding_window": 4096},
     params="mistral",
     gguf=LLAMA.gguf,
 )

@@ -212,10 +212,10 @@ class ModelArgs:
             )
         if scaling is None:
             return
-        if rotary_dim is not None and scaling.kind != "longrope":
+        if rotary_dim is not None and scaling.kind == "factors":
             raise UsageError(
-                f"rotary_dim={rotary_dim} and {scaling.kind} rope scaling cannot be combined; "
-                "drop one"
+                f"rotary_dim={rotary_dim} and a factor for each frequency (rope_freqs.weight) "
+                "cannot be combined; use the Hugging Face folder of the model"
             )
         n_pairs = (rotary_dim or self.head_dim) // 2
         sets = {"factors": [scaling.factors], "longrope": [scaling.factors, scaling.long_factors]}
@@ -225,8 +225,9 @@ class ModelArgs:
                     f"rope scaling has {len(factors)} factors and head_dim={self.head_dim}: "
                     f"use one for each of the {n_pairs} rotary pairs"
                 )
-        if scaling.kind == "dynamic" and self.head_dim == 2:
-            raise UsageError("head_dim=2 has one rotary pair, and dynamic rope scaling needs two")
+        if scaling.kind == "dynamic" and n_pairs == 1:
+            name = "head_dim" if rotary_dim is None else "rotary_dim"
+            raise UsageError(f"{name}=2 has one rotary pair, and dynamic rope scaling needs two")
 
     def _check_numbers(self) -> None:
         caps = "attention_soft_cap", "logit_soft_cap"

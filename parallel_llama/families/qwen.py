@@ -39,8 +39,16 @@ def _full_layers(fields: Fields, n_layers: int) -> Iterable[int]:
 
 def _writes_window(args: ModelArgs) -> dict[str, Any]:
     """The keys of config.json for the sliding window."""
-    n_full = len(args.full_layers)
-    return {"use_sliding_window": args.sliding_window is not None, "max_window_layers": n_full}
+    return {
+        "use_sliding_window": args.sliding_window is not None,
+        "max_window_layers": len(args.full_layers),
+        **_written_layer_types(args),
+    }
+
+
+def _written_layer_types(args: ModelArgs) -> dict[str, Any]:
+    """The value of layer_types, which has priority over max_window_layers in config.json."""
+    return {} if args.sliding_window is None else {"layer_types": layer_types(args)}
 
 
 def _qwen3_features(fields: Fields) -> dict[str, Any]:
@@ -117,7 +125,7 @@ def _qwen2_moe_writes(args: ModelArgs) -> dict[str, Any]:
         **_moe_writes(args),
         "qkv_bias": args.attention_bias,
         "shared_expert_intermediate_size": args.shared_ffn_dim,
-        **({} if args.sliding_window is None else {"layer_types": layer_types(args)}),
+        **_written_layer_types(args),
     }
 
 
@@ -151,7 +159,7 @@ QWEN2 = Family(
     writes=_writes_window,
     full_layers=_full_layers,
     window_switch="use_sliding_window",
-    defaults={"max_seq_len": 32768, "sliding_window": 4096},
+    defaults={"max_seq_len": 32768, "n_kv_heads": 32, "sliding_window": 4096},
     gguf=GGUFForm("qwen2", writes=lambda _: {}),
     rotary_order=HALF_IN_GGUF,
 )

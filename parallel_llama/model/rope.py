@@ -187,7 +187,8 @@ def _dynamic_base(args: ModelArgs, scaling: RopeScaling, n_tokens: int) -> float
     """Source: NTK-aware scaling as in transformers' dynamic rotary embedding."""
     stretch = scaling.factor * base_len(args, n_tokens) / _trained_len(args, scaling)
     stretch -= scaling.factor - 1
-    return float(args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2)))
+    dim = args.rotary_dim or args.head_dim
+    return float(args.rope_theta * stretch ** (dim / (dim - 2)))
 
 
 def _llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
@@ -222,7 +223,7 @@ def _longrope_attention_factor(scaling: RopeScaling) -> float:
 def _yarn(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:
     """Source: YaRN, arXiv 2309.00071, section 3.2 (NTK-by-parts)."""
     assert scaling.original_max_seq_len is not None
-    trained, dim = scaling.original_max_seq_len, args.head_dim
+    trained, dim = scaling.original_max_seq_len, args.rotary_dim or args.head_dim
 
     def pair_that_turns(times: float) -> float:
         return dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(args.rope_theta))
@@ -232,7 +233,7 @@ def _yarn(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low or 0.001  # no division by zero where the range is one pair
-    interpolated = ((torch.arange(dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
+    interpolated = ((torch.arange(len(freqs), dtype=torch.float64) - low) / width).clamp(0, 1)
     return freqs * (1 - interpolated) + freqs / scaling.factor * interpolated
 
 

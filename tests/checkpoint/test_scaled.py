@@ -315,7 +315,7 @@ def test_output_and_kv_cache_scales_are_ignored_and_reported(made, tmp_path):
         "in fp8 are decoded to bfloat16; outputs of layers and the KV cache are not rounded, alth",
         why_decoded(files, load_model_args(files), "bfloat16") or "",
     )
-    assert "kv_cache_scheme and its scales are not applied" in (why_own_kv_scales(files) or "")
+    assert "the KV cache is not quantised as config.json states" in (why_own_kv_scales(files) or "")
     assert why_own_kv_scales(find_model(str(made["float tensor"]))) is None
 
 
@@ -328,7 +328,7 @@ def test_kv_scales_of_autofp8_are_ignored_and_reported(made, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     (ours,), (meant,) = loaded(folder, 1, "none"), loaded(meant_by(made["fp8"]), 1)
     assert all(torch.equal(a, b) for a, b in zip(ours, meant, strict=True))
-    assert "kv_cache_scheme and its scales are not applied" in (
+    assert "the KV cache is not quantised as config.json states" in (
         why_own_kv_scales(find_model(str(folder))) or ""
     )
 
@@ -341,7 +341,34 @@ def test_ignored_kv_cache_scheme_of_stored_integers_is_logged(grouped, tmp_path,
     (folder / "config.json").write_text(json.dumps(config))
     setup = ModelSetup(LLMConfig(str(folder), tp_size=1))
     assert setup.quant == "stored"
-    assert "kv_cache_scheme and its scales are not applied" in caplog.text
+    assert "the KV cache is not quantised as config.json states" in caplog.text
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+ATTENTION = {"weights": None, "input_activations": {**KV_SCHEME, "strategy": "attn_head"}}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"config_groups": {}, "kv_cache_scheme": KV_SCHEME},
+        {"config_groups": {"group_0": {**ATTENTION, "targets": ["LlamaAttention"]}}},
+        {"config_groups": {"group_0": {**ATTENTION, "targets": ["re:.*self_attn$"]}}},
+    ],
+    ids=["KV cache", "attention", "attention by pattern"],
+)
+def test_folder_that_quantises_only_kv_cache_loads_plain_weights(stated, source, tmp_path):
+    """Regression: such a folder was refused, also because of its tensors k_scale."""
+    folder = shutil.copytree(source, tmp_path / "model")
+    scales = {f"model.layers.0.self_attn.{part}_scale": torch.ones(1) for part in "qkv"}
+    rewritten(folder, scales)
+    path = folder / "config.json"
+    config = {"quant_method": "compressed-tensors", "format": "dense", "ignore": [], **stated}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    (ours,), (meant,) = loaded(folder, 1), loaded(source, 1)
+    assert all(torch.equal(a, b) for a, b in zip(ours, meant, strict=True))
+    line = why_own_kv_scales(find_model(str(folder))) or ""
+    assert "the KV cache is not quantised as config.json states" in line
 
 
 def test_plan_counts_decoded_bytes_and_reshard_writes_decoded_values(made, tmp_path, capsys):
@@ -501,8 +528,16 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ),
         ({"format": "marlin-24"}, "'marlin-24' is not supported"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'; dense is"),
-        ({"transform_config": {"config_groups": {}}}, "transform_config': rotations"),
-        ({"config_groups": {}}, "no group with weights"),
+        (
+            {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": []}}}},
+            "transform_config': rotations",
+        ),
+        ({"transform_config": []}, "transform_config=<list of 0> is not an object"),
+        ({"config_groups": {}}, "no group with weights, and there is no kv_cache_scheme"),
+        (
+            {"config_groups": {"group_0": {**ATTENTION, "targets": ["re:.*self_attn.q_proj$"]}}},
+            "no group with weights, and there is no kv_cache_scheme",
+        ),
         ({"config_groups": {"W4A16": ["Linear"]}}, "'W4A16' must be an object"),
         ({"weights": {"strategy": "tensor_group"}}, "strategy='tensor_group' .*; tensor, channel"),
         ({"weights": {"num_bits": 3}}, "num_bits=3 is not supported; supported: int with 4 bits"),
@@ -522,3 +557,11 @@ def test_unsupported_config_is_refused_with_value_and_remedy(stated, expected):
     config = {**COMPRESSED, "config_groups": {"group_0": group}, **stated}
     with pytest.raises(UsageError, match=f"{expected}.*; use the unquantised model"):
         packing_of({"quantization_config": config})
+
+
+@pytest.mark.parametrize("transforms", [{}, {"config_groups": {}}, None])
+def test_empty_transform_config_is_read_as_no_rotations(transforms):
+    """Regression: `{}`, which llm-compressor writes for every model, was refused."""
+    config = {**COMPRESSED, "sparsity_config": {}, "transform_config": transforms}
+    expected = packing_of({"quantization_config": COMPRESSED})
+    assert packing_of({"quantization_config": config}) == expected

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_builder import BF16, F16, F32, GGUF, Q8_0, TINY_FIELDS, Tensor, mutations
-from transformers import GenerationConfig, LlamaConfig
+from transformers import AutoConfig, GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from parallel_llama.config.generation import GenerationDefaults
@@ -183,6 +183,11 @@ def test_a_size_out_of_range_is_refused(name, value):
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"rope_scaling": RopeScaling("factors", factors=(1.0,))}, "1 factors and head_dim=8"),
         ({"head_dim": 2, "rope_scaling": RopeScaling("dynamic", 2.0)}, "head_dim=2"),
+        ({"rotary_dim": 2, "rope_scaling": RopeScaling("dynamic", 2.0)}, "rotary_dim=2 has one"),
+        (
+            {"rotary_dim": 4, "rope_scaling": RopeScaling("factors", factors=(1.0, 2.0))},
+            "rotary_dim=4 and a factor for each frequency",
+        ),
     ],
 )
 def test_invalid_model_args_are_refused(changed, message):
@@ -416,6 +421,52 @@ def test_missing_keys_of_config_json_have_transformers_defaults():
     args = from_hf({k: v for k, v in HF.items() if k != "max_position_embeddings"})
     assert (args.norm_eps, args.max_seq_len, args.dtype) == (1e-6, 2048, "float32")
     assert not (args.tied_embeddings or args.attention_bias or args.mlp_bias)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "n_heads", "n_kv_heads"),
+    [
+        ("mistral", 32, 8),
+        ("qwen2", 64, 32),
+        ("qwen3", 64, 32),
+        ("gemma", 32, 16),
+        ("gemma2", 8, 4),
+        ("gemma3_text", 8, 4),
+    ],
+)
+def test_missing_kv_heads_have_the_default_of_the_family(model_type, n_heads, n_kv_heads):
+    """Regression: these families had as many KV heads as query heads."""
+    kept = {k: v for k, v in HF.items() if k not in ("architectures", "num_key_value_heads")}
+    values = {**kept, "model_type": model_type, "hidden_size": 256, "num_attention_heads": n_heads}
+    config = AutoConfig.for_model(**values)
+    assert from_hf(values).n_kv_heads == config.num_key_value_heads == n_kv_heads
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stated", "expected"),
+    [
+        ("gemma", {"hidden_act": "gelu"}, "gelu_tanh"),  # as in the first files
+        ("gemma", {"hidden_act": "silu", "hidden_activation": "gelu"}, "silu"),
+        ("gemma", {"hidden_act": None}, "gelu_tanh"),
+        ("gemma2", {"hidden_activation": "gelu"}, "gelu"),
+        ("gemma2", {"hidden_act": "silu"}, "gelu_tanh"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "silu"),
+        ("gemma3_text", {"hidden_activation": "gelu_pytorch_tanh"}, "gelu_tanh"),
+    ],
+)
+def test_activation_of_gemma_is_read_like_transformers(model_type, stated, expected):
+    """Regression: every name was read as gelu_pytorch_tanh."""
+    values = {**HF, "model_type": model_type, "architectures": None, **stated}
+    assert from_hf(values).activation == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"), [("gemma", "hidden_act"), ("gemma2", "hidden_activation")]
+)
+def test_unknown_activation_of_gemma_is_refused(model_type, key):
+    values = {**HF, "model_type": model_type, "architectures": None, key: "geglu"}
+    with pytest.raises(UsageError, match=f"{key}='geglu' is not supported; supported: silu"):
+        from_hf(values)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,14 @@ def test_rope_ratio_multiplies_the_base_except_in_chatglm2(chatglm):
         load_model_args(find_model(str(chatglm)))
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_scaling_that_chatglm_code_ignores_is_refused(chatglm, key):
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    (chatglm / "config.json").write_text(json.dumps({**CONFIG, key: scaling}))
+    with pytest.raises(UsageError, match="rope_type='linear' is not supported in 'chatglm'"):
+        load_model_args(find_model(str(chatglm)))
+
+
 def test_logits_match_glm_at_every_tp_size(glm, chatglm):
     expected = reference_logits(glm, TOKENS)
     for tp_size in range(1, TINY.n_heads + 1):

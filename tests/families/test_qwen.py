@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import TINY_MODELS, write_hf
+from tiny_models import TINY_MODELS, TinyModel, write_hf
 
+from parallel_llama.config.hf import args_from_hf, hf_config
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
@@ -37,6 +38,18 @@ def test_sliding_window_applies_only_if_enabled(dense):
     assert args_with(dense, **window).sliding_window is None
     args = args_with(dense, use_sliding_window=True, max_window_layers=1)
     assert (args.sliding_window, args.full_layers) == (16, (0,))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_alternating_layer_types_are_written_to_config_json(family, tmp_path):
+    """Regression: reshard to Hugging Face's and Meta's layouts refused the model."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    own = {"use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
+    folder = write_hf(TinyModel(4, 2, 8, 32, n_layers=3, family=family, own=own), tmp_path)
+    args = load_model_args(find_model(str(folder)))
+    assert (args.sliding_window, args.full_layers) == (8, (1,))
+    config = hf_config(args)
+    assert config["layer_types"] == kinds and args_from_hf(config) == args
 
 
 def test_mismatched_architecture_and_model_type_are_refused(dense):

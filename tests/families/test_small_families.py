@@ -35,6 +35,12 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_LLAMA3 = {
+    **_YARN,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 _PAD = {"pad_token_id": 0}  # else an id beyond this small vocabulary
 _PATTERN, _FULL = "sliding_window_pattern", "full_attention"
 _ALL = {"partial_rotary_factor": 1.0}
@@ -146,14 +152,32 @@ MODELS: dict[str, TinyModel] = {
         own={**_ALL, "attention_bias": True, "mlp_bias": True},
     ),
     "nemotron, GELU": TinyModel(
-        7, 7, 6, 42, family="nemotron", own={**_ALL, "hidden_act": "gelu"}, rope=_YARN
+        7, 7, 12, 42, family="nemotron", own={"hidden_act": "gelu"}, rope=_YARN
     ),
     "stablelm": TinyModel(5, 1, 8, 40, family="stablelm"),
     "stablelm, biases, tied": TinyModel(
         9, 3, 6, 54, tied=True, family="stablelm", own={**_ALL, "use_qkv_bias": True}
     ),
     "stablelm, parallel": TinyModel(
-        7, 7, 8, 56, family="stablelm", own={"use_parallel_residual": True}
+        7,
+        7,
+        8,
+        56,
+        family="stablelm",
+        own={"use_parallel_residual": True},
+        rope={"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+    ),
+    "glm4, yarn": TinyModel(5, 1, 12, 34, family="glm4", own=_PAD, rope=_YARN),
+    "glm4, llama3": TinyModel(7, 7, 16, 42, family="glm4", own=_PAD, rope=_LLAMA3),
+    "glm4, dynamic": TinyModel(
+        9,
+        3,
+        12,
+        54,
+        max_seq_len=12,
+        family="glm4",
+        own=_PAD,
+        rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5},
     ),
     "starcoder2": TinyModel(5, 1, 6, 34, family="starcoder2"),
     "starcoder2, window, tied": TinyModel(
@@ -303,6 +327,7 @@ RESHARDED = (
     "arcee, biases, tied",
     "nemotron",
     "stablelm, parallel",
+    "glm4, yarn",
     "starcoder2, window, tied",
     "exaone4",
     "exaone4, layer types, tied",

@@ -61,6 +61,24 @@ def test_frequencies_match_transformers(kind, total_len):
     assert factor == pytest.approx(their_factor, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_frequencies_of_partly_rotated_heads_match_transformers(kind):
+    """Regression: rope scaling was refused for models that rotate a part of each head."""
+    scaling, keys = SCALINGS[kind]
+    rope = {"rope_type": kind, "rope_theta": 500000.0, "partial_rotary_factor": 0.5, **keys}
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=128, rope_parameters=rope
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS[kind](config, seq_len=200)
+    ours, factor = frequencies(replace(ARGS, rotary_dim=32, rope_scaling=scaling), 200)
+    torch.testing.assert_close(ours[:16], theirs.double(), rtol=2e-6, atol=0)
+    assert not ours[16:].any()
+    args = replace(ARGS, rotary_dim=32, rope_scaling=scaling)
+    rotated, kept = rotations(args, range(9), 200).abs().split(16, dim=-1)
+    torch.testing.assert_close(rotated, torch.full_like(rotated, factor))
+    assert torch.equal(kept, torch.ones_like(kept))
+
+
 def test_dynamic_scaling_does_not_apply_within_trained_context():
     dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0))
     assert torch.equal(frequencies(dynamic, 128)[0], frequencies(ARGS, 128)[0])

@@ -197,7 +197,12 @@ TINY_MODELS: dict[str, TinyModel] = {
         tied=True,
         n_layers=3,
         family="gemma2",
-        own={"query_pre_attn_scalar": 13, "sliding_window": 9, "attn_logit_softcapping": 2.0},
+        own={
+            "query_pre_attn_scalar": 13,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 2.0,
+            "hidden_activation": "gelu",
+        },
     ),
     "8/2 gemma3, window": TinyModel(
         8,
@@ -207,7 +212,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         tied=True,
         n_layers=7,
         family="gemma3_text",
-        own={"query_pre_attn_scalar": 13, "sliding_window": 5},
+        own={"query_pre_attn_scalar": 13, "sliding_window": 5, "hidden_activation": "silu"},
     ),
     "8/2 qwen3_moe, window": TinyModel(
         8,
