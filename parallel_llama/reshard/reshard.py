@@ -159,7 +159,7 @@ def _folder_job(
     base = checkpoint.base if isinstance(checkpoint, MergedCheckpoint) else checkpoint
     if isinstance(checkpoint, MergedCheckpoint):
         variants = {n: copies for n, copies in variants.items() if not checkpoint.changes(n)}
-    sidecars = sidecar_files(source, layout, defaults)
+    sidecars = sidecar_files(source, defaults)
     target_layout: Layout
     if layout == "meta":
         dim = base.embeddings_dim() if isinstance(base, MetaFolder) else 0

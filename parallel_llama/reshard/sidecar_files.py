@@ -14,20 +14,21 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
 from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.model_files import TOKENIZER_FILES, ModelFiles
+from parallel_llama.files.model_files import PARAMS, TOKENIZER_FILES, ModelFiles
 from parallel_llama.reshard.gguf_types import file_type
 from parallel_llama.reshard.layout import json_text
-from parallel_llama.reshard.target_folder import TargetKind
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
 from parallel_llama.tokenizer.gguf_fields import tokenizer_fields
 
-# Files that are copied unchanged.
+# Files that are copied unchanged. Built-in chat formats have no template; params.json identifies
+# Meta's or Mistral's format. A Meta folder has its own params.json instead.
 SIDECARS = (
     *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    PARAMS,
 )
 TEMPLATES = "additional_chat_templates"
 MAX_SIDECAR_BYTES = 256 << 20
@@ -44,18 +45,13 @@ _QUANTIZATION_VERSION = 2  # of ggml's blocks
 logger = logging.getLogger(__name__)
 
 
-def sidecar_files(
-    source: ModelFiles, kind: TargetKind, defaults: GenerationDefaults
-) -> dict[str, bytes]:
+def sidecar_files(source: ModelFiles, defaults: GenerationDefaults) -> dict[str, bytes]:
     """The small files of the target, copied or made from the tokenizer of a GGUF file."""
     if source.kind == "gguf":
         files = _gguf_tokenizer(source.path)
     else:
         templates = sorted((source.path / TEMPLATES).glob("*.jinja"))
         names = [*SIDECARS, *(f"{TEMPLATES}/{path.name}" for path in templates)]
-        # Built-in chat formats have no template; params.json identifies Meta's or Mistral's format.
-        if kind == "native" and source.kind in ("meta", "native"):
-            names.append("params.json")
         files = {
             name: read_bytes(source.path / name, MAX_SIDECAR_BYTES)
             for name in names
@@ -76,7 +72,8 @@ def gguf_file_fields(
     copied: dict[str, Any] = {}
     if source.kind == "gguf":
         fields = read_gguf_header(source.config).fields
-        copied = {
+        sampling: dict[str, Any] = {**source.sampling}
+        copied = _sampling_fields(GenerationDefaults(**sampling)) | {
             key: value
             for key, value in fields.items()
             if key.startswith(("general.", "tokenizer."))

@@ -30,6 +30,9 @@ TEMPLATE_FIELDS = {
 }
 # Phi-3's tokens after which its tokenizer keeps whitespace, as in llama.cpp's src/llama-vocab.cpp.
 _KEEP_WHITESPACE = ("<unk>", "<s>", "<|endoftext|>")
+# A token that identifies Phi-4's tokenizer, which drops whitespace on both sides of every special
+# token, as its tokenizer.json states.
+_PHI4_TOKEN = "<|im_sep|>"
 # Names of special tokens in templates, and in the keys of the file.
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -112,13 +115,18 @@ class GGUFVocabulary:
         ids = {name: self.token_id(key) for name, key in _NAMES.items()}
         return {name: self.tokens[id] for name, id in ids.items() if id is not None}
 
+    @property
+    def is_phi3(self) -> bool:
+        """Whether the model is a Phi-3 or Phi-4."""
+        return bool(self._fields.get("general.architecture") == "phi3")
+
     def added(self) -> list[AddedToken]:
         """Tokens that SentencePiece does not match as the model's own tokenizer does.
 
         These are the user-defined tokens. In a Phi-3 file they include the special tokens, because
         a GGUF file cannot state that whitespace after such a token is not encoded.
         """
-        strips = self._fields.get("general.architecture") == "phi3"
+        strips = self.is_phi3
         kinds = (spm.CONTROL, spm.USER_DEFINED) if strips else (spm.USER_DEFINED,)
         return [
             AddedToken(id, token, kind == spm.CONTROL, strips and token not in _KEEP_WHITESPACE)
@@ -144,7 +152,8 @@ def _byte_level_bpe(vocabulary: GGUFVocabulary) -> TokenizersTokenizer:
     if n_again := len(words) - len(set(words)):
         raise vocabulary.damaged(f"{n_again} tokens appear more than once")
     merges = _merges(vocabulary)
-    encoder = BuiltEncoder(lambda: _bpe(tokens, types, merges, pre), vocabulary.source)
+    strips = vocabulary.is_phi3 and _PHI4_TOKEN in tokens
+    encoder = BuiltEncoder(lambda: _bpe(tokens, types, merges, pre, strips), vocabulary.source)
     bos_id = vocabulary.token_id("bos")
     return TokenizersTokenizer(
         encoder,
@@ -171,8 +180,13 @@ def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _bpe(
-    tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: PreTokenizer
+    tokens: list[str],
+    types: list[int],
+    merges: list[tuple[str, str]],
+    pre: PreTokenizer,
+    strips: bool,
 ) -> tokenizers.Tokenizer:
+    """Builds a byte-level BPE tokenizer; `strips` drops whitespace beside special tokens."""
     ids = {token: id for id, token in enumerate(tokens) if token}
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=pre.whole_words))
     if pre.composes:
@@ -183,7 +197,13 @@ def _bpe(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
         [
-            tokenizers.AddedToken(token, special=kind == spm.CONTROL, normalized=False)
+            tokenizers.AddedToken(
+                token,
+                lstrip=strips and kind == spm.CONTROL,
+                rstrip=strips and kind == spm.CONTROL,
+                normalized=False,
+                special=kind == spm.CONTROL,
+            )
             for token, kind in zip(tokens, types, strict=True)
             if kind in (spm.CONTROL, spm.USER_DEFINED) and token
         ]

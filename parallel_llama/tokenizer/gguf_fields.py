@@ -7,7 +7,7 @@ Source: the keys under tokenizer.ggml in ggml's docs/gguf.md.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from parallel_llama.tokenizer.loading import (
     MAX_TOKENIZER_BYTES,
     TokenizerConfig,
     folder_templates,
+    load_chat_template,
     load_tokenizer,
     read_tokenizer_config,
 )
 from parallel_llama.tokenizer.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
-from parallel_llama.tokenizer.spm import SentencePieceTokenizer, parse_spm
+from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
 # Scores of tokens that are not in a SentencePiece model, as in llama.cpp's converter.
@@ -59,7 +60,8 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     text differently after reading the fields back; CheckpointError if its files are damaged.
     """
     tokenizer, config = load_tokenizer(folder), read_tokenizer_config(folder)
-    fields = _byte_level_fields(folder) or _spm_fields(folder, config)
+    contents = _tokenizer_json(folder)
+    fields = _byte_level_fields(folder, contents) or _spm_fields(folder, config, contents)
     if fields is None:
         raise UsageError(
             f"{folder}: has no tokenizer of a type of GGUF files: byte-level BPE in "
@@ -82,6 +84,12 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     gguf_fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
     _require_same(folder, tokenizer, build_gguf_tokenizer(gguf_fields, str(folder)))
     templates, _ = folder_templates(folder)
+    if not templates and load_chat_template(folder, tokenizer) is not None:
+        logger.warning(
+            "%s: written without its chat format, which is built in and has no template; to write "
+            "one, add it to the folder as chat_template.jinja",
+            folder,
+        )
     return gguf_fields | {
         key: templates[name] for name, key in TEMPLATE_FIELDS.items() if name in templates
     }
@@ -105,15 +113,21 @@ def _drop_special_beyond(fields: dict[str, Any], vocab_size: int, folder: Path) 
             del fields[key][end:]
 
 
-def _byte_level_fields(folder: Path) -> dict[str, Any] | None:
+def _tokenizer_json(folder: Path) -> dict[str, Any] | None:
+    """The contents of tokenizer.json; None if there is no such file."""
+    path = folder / "tokenizer.json"
+    if not is_file(path):
+        return None
+    return json_object(path, read_bytes(path, MAX_TOKENIZER_BYTES).decode())
+
+
+def _byte_level_fields(folder: Path, contents: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The fields of a tokenizer.json; None if it is not byte-level BPE.
 
     Raises: UsageError for a way of splitting text that has no name in GGUF files.
     """
-    path = folder / "tokenizer.json"
-    if not is_file(path):
+    if contents is None:
         return None
-    contents = json_object(path, read_bytes(path, MAX_TOKENIZER_BYTES).decode())
     model, decoder = contents["model"], contents.get("decoder") or {}
     if model.get("type", "BPE") != "BPE" or decoder.get("type") != "ByteLevel":
         return None
@@ -129,7 +143,7 @@ def _byte_level_fields(folder: Path) -> dict[str, Any] | None:
     ]
     return {
         "model": "gpt2",
-        "pre": _rule_name(path, contents),
+        "pre": _rule_name(folder / "tokenizer.json", contents),
         "tokens": [texts.get(id, f"[PAD{id}]") for id in all_ids],
         "token_type": [kinds.get(id, spm.NORMAL if id in texts else spm.UNUSED) for id in all_ids],
         "merges": merges,
@@ -175,8 +189,28 @@ def _patterns(pre_tokenizer: Any) -> tuple[str, ...] | None:
     return tuple(patterns)
 
 
-def _spm_fields(folder: Path, config: TokenizerConfig) -> dict[str, Any] | None:
-    """The fields of a tokenizer.model; None if it is not SentencePiece BPE."""
+def _added_tokens(
+    config: TokenizerConfig, contents: Mapping[str, Any] | None
+) -> Sequence[AddedToken]:
+    """Tokens added to a tokenizer.model; a tokenizer.json beside it, if any, states them."""
+    if contents is None:
+        return config.added
+    return [
+        AddedToken(added["id"], added["content"], added["special"], added["rstrip"])
+        for added in contents.get("added_tokens") or ()
+    ]
+
+
+def _spm_fields(
+    folder: Path, config: TokenizerConfig, contents: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """The fields of a tokenizer.model; None if it is not SentencePiece BPE.
+
+    Args:
+        contents: those of the tokenizer.json beside it, if any.
+
+    Raises: UsageError for an added token that no GGUF file can state.
+    """
     path = folder / "tokenizer.model"
     tokenizer = load_tokenizer(path) if is_file(path) else None
     if not isinstance(tokenizer, SentencePieceTokenizer):
@@ -188,7 +222,17 @@ def _spm_fields(folder: Path, config: TokenizerConfig) -> dict[str, Any] | None:
     tokens = [piece.piece for piece in proto.pieces]
     scores = [piece.score for piece in proto.pieces]
     types = [piece.type for piece in proto.pieces]
-    for id, text, is_special, _ in sorted(config.added):
+    for id, text, is_special, strips_right in sorted(_added_tokens(config, contents)):
+        if id > len(tokens):
+            raise UsageError(
+                f"{folder}: added token {text!r:.80} has id {id}, beyond the {len(tokens)} tokens "
+                f"of tokenizer.model; {_INSTEAD}"
+            )
+        if strips_right:
+            raise UsageError(
+                f"{folder}: its tokenizer drops whitespace after {text!r:.80}, which no GGUF file "
+                f"can state; {_INSTEAD}"
+            )
         if id < len(tokens) and types[id] == spm.UNKNOWN:
             continue
         tokens[id : id + 1] = [text]
@@ -218,7 +262,8 @@ def _special_ids(
     defaults: GenerationDefaults,
 ) -> dict[str, int]:
     """The ids of special tokens, by their keys under tokenizer.ggml."""
-    ids = {"bos": tokenizer.bos_id if defaults.bos_id is None else defaults.bos_id}
+    # Templates get the tokenizer's bos; the id in config.json may be that of the base model.
+    ids = {"bos": defaults.bos_id if tokenizer.bos_id is None else tokenizer.bos_id}
     for key, name in (("unknown", "unk_token"), ("padding", "pad_token")):
         text = config.names.get(name)
         ids[key] = tokens.index(text) if text in tokens else None

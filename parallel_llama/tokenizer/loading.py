@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.config.meta import is_meta_config, is_mistral_params
+from parallel_llama.config.meta import is_mistral_params
 from parallel_llama.errors import CheckpointError, UsageError, kind_of
 from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.files.fields import MAX_CONFIG_BYTES, json_object
@@ -56,8 +56,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a model; None if it has none.
 
-    Folders in Meta's and Mistral's layouts have no template: there the tokenizer and params.json
-    determine the built-in format, Llama 2's, Llama 3's, or a version of Mistral's.
+    Folders in Meta's and Mistral's layouts, and folders that `reshard` wrote from these, have no
+    template: there the tokenizer and params.json determine the built-in format, Llama 2's, Llama
+    3's, or a version of Mistral's.
 
     Raises: CheckpointError if a file is damaged.
     """
@@ -280,8 +281,7 @@ def _built_in_chat(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def _is_mistral(folder: Path) -> bool:
-    """Whether `reshard` wrote a Mistral model to this folder, with Meta's keys in params.json."""
-    config = _object_in(folder / "config.json")
+    """Whether config.json or native.json states a Mistral family; params.json has Meta's keys."""
     arguments = _object_in(folder / "native.json").get("args")
     family = arguments.get("family") if isinstance(arguments, dict) else None
-    return (config.get("model_type") if is_meta_config(config) else family) in _MISTRAL_FAMILIES
+    return _object_in(folder / "config.json").get("model_type", family) in _MISTRAL_FAMILIES

@@ -192,10 +192,16 @@ def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path):
 
 @pytest.mark.parametrize("tiny", [DENSE, EXPERTS], ids=["mistral", "mixtral"])
 def test_chat_format_is_mistrals_after_resharding(tiny, tmp_path):
-    """Regression: Meta's keys in params.json meant Llama 2's format, also for Mistral's models."""
+    """Regression: Meta's keys in params.json meant Llama 2's format, also for Mistral's models.
+
+    HF folders had no chat format, because params.json was not copied.
+    """
     folder = write(tiny, write_hf(tiny, tmp_path / "hf", seed=5), tmp_path / "mistral")
     shutil.copy(MISTRAL_V1, folder / "tokenizer.model")
-    for layout in ("meta", "native"):
-        reshard(find_model(str(folder)), tmp_path / layout, layout=layout, n_parts=1)
-        folder = tmp_path / layout
-        assert isinstance(load_chat_template(folder, load_tokenizer(folder)), MistralChat)
+    for number, layout in enumerate(("hf", "native", "meta", "hf", "hf", "native")):
+        target = tmp_path / f"{number} {layout}"
+        reshard(find_model(str(folder)), target, layout=layout, n_parts=1)
+        assert find_model(str(target)).kind == layout
+        assert verify(str(target)).ok
+        assert isinstance(load_chat_template(target, load_tokenizer(target)), MistralChat)
+        folder = target

@@ -29,10 +29,10 @@ from parallel_llama.config.layouts import load_generation_defaults, load_model_a
 from parallel_llama.dtypes import Precision
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.model_files import find_model
+from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard import tensor_writer
-from parallel_llama.reshard.sidecar_files import sidecar_files
+from parallel_llama.reshard.sidecar_files import gguf_file_fields, sidecar_files
 from parallel_llama.reshard.target_folder import partial_path
 from parallel_llama.reshard.tensor_writer import DirectFile
 from parallel_llama.tokenizer import load_tokenizer
@@ -430,13 +430,33 @@ def test_sampling_settings_are_written_with_the_repetition_penalty(tmp_path, sam
     assert load_generation_defaults(find_model(str(path))).sampling == settings
 
 
+def test_settings_of_smollm2_that_its_file_does_not_state_are_written(tmp_path):
+    """Regression: they were left out, so the written file decoded greedily."""
+
+    def sampling(source: ModelFiles) -> dict[str, object]:
+        fields = gguf_file_fields(source, load_model_args(source), {"output.weight": "Q8_0"})
+        start = "general.sampling."
+        return {key.removeprefix(start): fields[key] for key in fields if key.startswith(start)}
+
+    smollm2 = find_model("smollm2")
+    assert sampling(smollm2) == {"temp": 0.2, "top_p": 0.9}
+    assert sampling(replace(smollm2, sampling={})) == {}
+    folder = write_model(tmp_path / "hf", ARGS)
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    own = find_model(str(written(folder, tmp_path / "own.gguf")))
+    assert sampling(replace(own, sampling=smollm2.sampling)) == {
+        "temp": 0.5, "top_p": 0.9, "top_k": 20,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("temperature", [None, 0.5])
 def test_filters_of_a_gguf_file_without_temperature_are_left_out_with_a_warning(
     caplog, temperature
 ):
     """generation_config.json has filters only with do_sample, which also sets a temperature."""
     defaults = GenerationDefaults(temperature, top_k=64, repetition_penalty=1.25)
-    files = sidecar_files(find_model(str(SMOLLM2)), "native", defaults)
+    files = sidecar_files(find_model(str(SMOLLM2)), defaults)
     expected = {"do_sample": False, "repetition_penalty": 1.25}
     if temperature:
         expected |= {"do_sample": True, "temperature": 0.5, "top_k": 64}

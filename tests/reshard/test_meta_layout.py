@@ -14,6 +14,7 @@ from checkpoint_samples import TINY, meta_shards, weights_of, write_meta
 from meta_oracle import fairscale_alone, meta_logits
 from reshard_samples import fill, hashes_of, moved, read, write, write_model
 from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf
+from tokenizer_data import MISTRAL_V1
 from torch import Tensor
 from transformers_oracle import reference_logits
 
@@ -24,6 +25,8 @@ from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.meta_layout import MetaLayout, pth_layout
+from parallel_llama.tokenizer import load_chat_template, load_tokenizer
+from parallel_llama.tokenizer.chat_formats import Llama2Chat
 
 N_FILES = (1, 2, 3, 5, 7, 8, 10, 16)
 
@@ -321,6 +324,17 @@ def test_equal_norms_write_no_variants_file(tmp_path):
         "config.json",
         "params.json",
     ]
+
+
+def test_llama2_chat_format_is_kept_in_every_folder_made_from_a_meta_folder(tmp_path):
+    """Regression: an HF folder had no chat format, because params.json was not copied."""
+    source = write_model(tmp_path / "source", TINY)
+    folder = moved(source, tmp_path / "meta", "meta")
+    (folder / "tokenizer.model").symlink_to(MISTRAL_V1)
+    for number, layout in enumerate(("hf", "native", "hf", "meta")):
+        folder = moved(folder, tmp_path / f"{number} {layout}", layout)
+        assert find_model(str(folder)).kind == layout
+        assert isinstance(load_chat_template(folder, load_tokenizer(folder)), Llama2Chat)
 
 
 def test_damaged_norm_variants_are_refused(tmp_path):

@@ -194,6 +194,69 @@ def test_special_token_beyond_the_vocabulary_is_left_out_with_a_warning(tmp_path
         tokenizer_fields(tmp_path, 1000, GenerationDefaults())
 
 
+def mistral_folder(folder: Path, **changes: Any) -> None:
+    """Writes a tokenizer.model and a tokenizer.json with one more token, as transformers 5 does."""
+    contents = json.loads(real_tokenizer_files()["sentencepiece"])
+    token = contents["added_tokens"][0]
+    contents["added_tokens"].append({**token, "id": 32000, "content": "<|im_end|>", **changes})
+    (folder / "tokenizer.json").write_text(json.dumps(contents))
+    (folder / "tokenizer.model").symlink_to(MISTRAL_V1)
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_token_that_only_tokenizer_json_states_is_written_for_sentencepiece(tmp_path, is_special):
+    """Regression: it became [PAD32000], and was encoded as ordinary text."""
+    mistral_folder(tmp_path, special=is_special)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    fields = tokenizer_fields(tmp_path, 32001, GenerationDefaults())
+    assert fields["tokenizer.ggml.tokens"][32000] == "<|im_end|>"
+    folder, file = load_tokenizer(tmp_path), build_gguf_tokenizer(fields, "written")
+    assert file.encode("hi<|im_end|>") == folder.encode("hi<|im_end|>")
+    assert file.encode("hi<|im_end|>")[-1] == 32000
+    assert file.eos_ids == folder.eos_ids == {32000}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rstrip": True}, r"drops whitespace after '<\|im_end\|>', which no GGUF file can state"),
+        ({"id": 32001}, r"'<\|im_end\|>' has id 32001, beyond the 32000 tokens of tokenizer.model"),
+    ],
+)
+def test_added_token_that_gguf_cannot_state_is_refused(tmp_path, changes, message):
+    """Regression: the first was written without rstrip, and the second as token 32000."""
+    mistral_folder(tmp_path, **changes)
+    with pytest.raises(UsageError, match=message):
+        tokenizer_fields(tmp_path, 32002, GenerationDefaults())
+
+
+def test_written_bos_is_that_of_the_tokenizer_if_config_json_states_another(tmp_path):
+    """Regression: chats began with the other token, because templates write `bos_token`."""
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"bos_token": "<s>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    fields = tokenizer_fields(tmp_path, tokenizer.vocab_size, GenerationDefaults(bos_id=0))
+    assert fields["tokenizer.ggml.bos_token_id"] == tokenizer.bos_id != 0
+    config.unlink()
+    fields = tokenizer_fields(tmp_path, tokenizer.vocab_size, GenerationDefaults(bos_id=0))
+    assert fields["tokenizer.ggml.bos_token_id"] == 0
+
+
+def test_chat_format_without_a_template_is_left_out_with_a_warning(tmp_path, caplog):
+    gemma_folder(tmp_path, {})
+    tokenizer_fields(tmp_path, 1000, GenerationDefaults())
+    assert not caplog.records
+    (tmp_path / "params.json").write_text("{}")
+    tokenizer_fields(tmp_path, 1000, GenerationDefaults())
+    assert f"{tmp_path}: written without its chat format" in caplog.text
+    caplog.clear()
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    fields = tokenizer_fields(tmp_path, 1000, GenerationDefaults())
+    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+    assert not caplog.records
+
+
 def test_special_byte_level_token_beyond_the_vocabulary_is_left_out(tmp_path):
     library = byte_level_tokenizer()
     n_tokens = library.get_vocab_size()
@@ -263,6 +326,24 @@ def test_phi3_folder_and_gguf_file_drop_whitespace_after_tokens_as_tokenizers_do
             assert load_tokenizer(each).encode(text, bos=False) == ids
     llama = load_tokenizer(gguf_file(tmp_path / "llama.gguf", **fields))
     assert llama.encode("<|user|>\na") != llama.encode("<|user|>a")
+
+
+def test_phi4_gguf_file_drops_whitespace_beside_special_tokens(tmp_path):
+    """Regression: a newline at the end of a question was encoded; Phi-4's tokenizer drops it."""
+    tokens = [*ALPHABET, "he", "<|im_sep|>", "<|im_end|>", "<think>"]
+    types = [1] * (len(tokens) - 3) + [3, 3, 4]
+    fields = {"tokens": tokens, "token_type": types, "merges": ["h e"], "pre": "dbrx"}
+    phi4 = small_bpe(tmp_path / "phi4.gguf", architecture="phi3", **fields)
+    (exported := tmp_path / "exported").mkdir()
+    for name, data in export_gguf_tokenizer(phi4).items():
+        (exported / name).write_bytes(data)
+    spaced, plain = "<|im_sep|>\nhe he \n<|im_end|> ", "<|im_sep|>he he<|im_end|>"
+    for path in (phi4, exported):
+        ours = load_tokenizer(path)
+        assert ours.encode(spaced, bos=False) == ours.encode(plain, bos=False)
+        assert ours.decode(ours.encode("he <think>\nhe")) == "he <think>\nhe"
+    llama = load_tokenizer(small_bpe(tmp_path / "llama.gguf", **fields))
+    assert llama.decode(llama.encode(spaced, bos=False)) == "\nhe he \n "
 
 
 def test_control_token_that_a_config_calls_not_special_stays_text_with_special_false(tmp_path):
