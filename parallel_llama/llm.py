@@ -257,7 +257,9 @@ class LLM:
             interrupted: called before each step; once it returns true, the requests of this call
                 end. They also end when the caller stops iterating.
 
-        Raises: UsageError, before any request runs, if one can never fit into the cache.
+        Raises: UsageError, before any request runs, if one can never fit into the cache; with
+        `elastic`, also after the outputs of all other requests if one no longer fits after the loss
+        of a rank.
         """
         call = _GenerateCall()
         self.statistics.begin()
@@ -278,12 +280,12 @@ class LLM:
                             "these requests ended when another run failed; run them again"
                         )
                     self._step_for_all()
-                    if call.refused is not None:
-                        raise call.refused
                 while call.inbox:
                     output = call.inbox.popleft()
                     self.statistics.count(len(output.tokens), time.monotonic() - call.start_s)
                     yield output
+            if call.refused is not None:
+                raise call.refused
         except BaseException:  # the caller stopped early or failed: end its requests
             self._abandon(call)
             raise

@@ -300,6 +300,8 @@ class Request:
         adapter: the name of a LoRA adapter; None for the model without an adapter.
         is_interactive: whether a client waits for the first token. A short request then runs before
             long prompts, which lowers the throughput.
+        fills_cache: whether max_tokens is as many as fit into the context and the KV cache. If the
+            KV cache becomes smaller, max_tokens is then lowered.
     """
 
     index: int
@@ -310,6 +312,7 @@ class Request:
     bad_ids: tuple[tuple[int, ...], ...] = ()
     adapter: str | None = None
     is_interactive: bool = False
+    fills_cache: bool = False
 
     def __post_init__(self) -> None:
         if self.index < 0:
@@ -328,6 +331,18 @@ class Request:
     def max_tokens(self) -> int:
         assert self.params.max_tokens is not None
         return self.params.max_tokens
+
+    def shortened(self, max_seq_len: int, n_drawn: int) -> "Request":
+        """The request; if it fills the KV cache, with max_tokens lowered to what fits now.
+
+        Args:
+            max_seq_len: maximum tokens of prompt and completion together.
+            n_drawn: the number of tokens drawn so far; max_tokens stays above it.
+        """
+        max_tokens = max(max_seq_len - len(self.prompt), n_drawn + 1, self.params.min_tokens)
+        if not self.fills_cache or max_tokens >= self.max_tokens:
+            return self
+        return replace(self, params=replace(self.params, max_tokens=max_tokens))
 
     def banned_ids(self, n_drawn: int) -> frozenset[int]:
         """The ids that cannot follow a completion of `n_drawn` tokens."""

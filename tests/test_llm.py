@@ -781,6 +781,47 @@ def test_interleaved_streams_match_single_streams(llm):
     assert together == alone
 
 
+def shrink_kv_cache(llm: LLM) -> None:
+    """Continues all requests with half the KV cache, as after the loss of a rank."""
+    engine = llm.engine
+    engine.capacity = replace(engine.capacity, n_blocks=(engine.capacity.n_blocks[0] // 2,))
+    engine.resume(engine.runner, engine.capacity, engine.unfinished())
+
+
+@pytest.fixture
+def small(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), dtype="float64", kv_cache_bytes=200_000) as llm:
+        yield llm
+
+
+def long_and_short(llm: LLM) -> list[Request]:
+    """A request that does not fit into half the KV cache, and one that fits."""
+    n_tokens = llm.engine.capacity.n_tokens
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (n_tokens - 10, 20)]
+    return llm.input_processor.requests([[5, 6]] * 2, params)
+
+
+def test_call_raises_error_of_request_that_was_refused_in_another_calls_step(small):
+    """Regression: the call ended as if the request were complete."""
+    first, second = (small.run([request]) for request in long_and_short(small))
+    next(first), next(second)
+    shrink_kv_cache(small)
+    assert len(list(second)[-1].completion.tokens) == 20
+    with pytest.raises(UsageError, match="blocks of 16, but the KV cache has"):
+        list(first)
+
+
+def test_call_with_refused_request_finishes_its_other_requests_before_it_raises(small):
+    """Regression: the other requests were cancelled, and their outputs were lost."""
+    steps, found = small.run(long_and_short(small)), []
+    next(steps)
+    shrink_kv_cache(small)
+    with pytest.raises(UsageError, match="blocks of 16, but the KV cache has"):
+        for output in steps:
+            found.append(output.completion)
+    assert [(each.index, len(each.tokens)) for each in found if each] == [(1, 20)]
+
+
 def test_closing_one_stream_does_not_affect_another(llm):
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     whole = "".join(llm.stream("Hello", params))

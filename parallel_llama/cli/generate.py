@@ -193,6 +193,13 @@ class Results:
             self._show(self.finished.pop(self.order[self.n_shown]))
             self.n_shown += 1
 
+    def show_finished(self) -> None:
+        """Shows the completions that still wait for an earlier one, which will never finish."""
+        self.status.clear()
+        for key in self.order:
+            if key in self.finished:
+                self._show(self.finished.pop(key))
+
     def _show(self, completion: Completion) -> None:
         if self.as_json:
             print(json.dumps(completion.to_json()), flush=True)
@@ -291,8 +298,12 @@ def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: i
     with results, ctrl_c() as interrupted:
         # Ends the run even if writing to stdout fails: the other ranks wait for its end.
         with closing(llm.run(requests, interrupted)) as steps:
-            for output in steps:
-                results.take(output)
+            try:
+                for output in steps:
+                    results.take(output)
+            except UsageError:  # a request no longer fits after a loss; the others have finished
+                results.show_finished()
+                raise
         code = INTERRUPTED if interrupted() else 0
     file = results.file
     if file is not None:

@@ -7,7 +7,9 @@ Source: get_peft_model_state_dict of peft 0.21.
 """
 
 import hashlib
+import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
 from parallel_llama.families.weights import Param
-from parallel_llama.files.bounded_files import expanded, is_file, is_folder
+from parallel_llama.files.bounded_files import copy_in_memory, expanded, is_file, is_folder
 from parallel_llama.files.fields import naming, read_json_object
 from parallel_llama.files.model_files import sampled_digest
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
@@ -149,6 +151,17 @@ def load_served_adapters(folders: Mapping[str, str], args: ModelArgs) -> dict[st
         except (UsageError, CheckpointError) as error:
             raise type(error)(f"adapter {name!r}: {error}") from error
     return adapters
+
+
+def kept_in_memory(adapter: Adapter) -> Adapter:
+    """The adapter with a copy of its weights, so that they can be read again at any time.
+
+    The folder may be changed or deleted. The copy is freed with the returned adapter.
+    """
+    descriptor = copy_in_memory(adapter.weights)
+    kept = replace(adapter, weights=Path(f"/proc/self/fd/{descriptor}"))
+    weakref.finalize(kept, os.close, descriptor)
+    return kept
 
 
 def adapter_digest(adapter: Adapter) -> str:

@@ -150,8 +150,22 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises: UsageError for an unknown adapter, or a request that the KV cache cannot hold."""
+        self._fitted(request)
+
+    def _fitted(self, request: Request, n_drawn: int = 0) -> Request:
+        """The request, shortened if the KV cache has become smaller since it was made.
+
+        Args:
+            n_drawn: as in `Request.shortened`.
+
+        Raises: as `check`.
+        """
         self.require_adapter(request.adapter)
+        if request.fills_cache:
+            n_cached = self.capacity.longest(len(request.prompt) + request.max_tokens - 1)
+            request = request.shortened(n_cached + 1, n_drawn)  # the last token is not cached
         self.scheduler.check_fits(request)
+        return request
 
     def require_adapter(self, name: str | None) -> None:
         """Raises: UsageError if the adapter of this name is not loaded."""
@@ -169,7 +183,7 @@ class Engine:
 
         Raises: UsageError as `check`, or if its grammar cannot be used.
         """
-        self.check(request)
+        request = self._fitted(request)
         ticket = self._n_tickets
         if request.params.grammar is not None:
             self._matchers[ticket] = self._outputs.matchers(request)
@@ -223,8 +237,9 @@ class Engine:
     ) -> None:
         """Continue requests, with another runner or on a rank that is new in the group.
 
-        Their keys and values are computed again, as after a preemption. On rank 0 requests that do
-        not fit into `capacity` are moved to `refused`.
+        Their keys and values are computed again, as after a preemption. Requests that fill the KV
+        cache are shortened to `capacity`, equally on all ranks. On rank 0 requests that do not fit
+        are moved to `refused`.
 
         Collective: all ranks call it; no communication.
         """
@@ -240,9 +255,15 @@ class Engine:
                 self._integrity = runner.check_integrity()
         self._reset_scheduler()
         for item in unfinished:
-            if self._fits(item.ticket, item.request):
-                self._restore(item, old_outputs)
-        self._incoming = deque(item for item in self._incoming if self._fits(*item))
+            n_drawn = max(len(choice.tokens) for choice in item.choices)
+            request = self._fitted_or_refused(item.ticket, item.request, n_drawn)
+            if request is not None:
+                self._restore(replace(item, request=request), old_outputs)
+        self._incoming = deque(
+            (ticket, fitted)
+            for ticket, request in self._incoming
+            if (fitted := self._fitted_or_refused(ticket, request)) is not None
+        )
 
     def uses_adapter(self, name: str) -> bool:
         """Whether an unfinished request has this adapter; for rank 0."""
@@ -436,17 +457,16 @@ class Engine:
                 else self._draft_model.sequence_drafts(params),
             )
 
-    def _fits(self, ticket: int, request: Request) -> bool:
-        """Whether a request still fits into the KV cache; moves it to `refused` otherwise."""
+    def _fitted_or_refused(self, ticket: int, request: Request, n_drawn: int = 0) -> Request | None:
+        """As `_fitted`; None for a request that no longer fits, which is moved to `refused`."""
         try:
-            self.check(request)
+            return self._fitted(request, n_drawn)
         except UsageError as error:
             if self.comm.rank == 0:
                 self.refused.append((ticket, error))
                 self._matchers.pop(ticket, None)
                 self._deadlines.pop(ticket, None)
-            return False
-        return True
+            return None
 
     def _restore(
         self, unfinished: Unfinished, old_outputs: abc.Mapping[tuple[int, int], SequenceOutput]

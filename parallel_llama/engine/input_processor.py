@@ -330,6 +330,7 @@ class InputProcessor:
             self._token_sequences(params.bad_words),
             adapter,
             is_interactive,
+            fills_cache=params.max_tokens is None,
         )
 
     def _max_tokens(self, n_prompt: int, params: SamplingParams) -> int:

@@ -11,7 +11,7 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint, random_checkpoint
 from parallel_llama.checkpoint.file_manifest import require_whole
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
-from parallel_llama.config.adapter import load_served_adapters
+from parallel_llama.config.adapter import kept_in_memory, load_served_adapters
 from parallel_llama.config.inputs import why_differing_inputs
 from parallel_llama.config.layouts import (
     default_dtype,
@@ -101,6 +101,8 @@ class ModelSetup:
         if config.elastic:
             require_elastic(self.kind, config.kv_split)
             require_spares(config.spares, self.size)
+            # Each new group of ranks reads the adapters again.
+            self.adapters = {name: kept_in_memory(each) for name, each in self.adapters.items()}
         self.dtype = config.dtype or default_dtype(files, self.args, self.kind)
         slice_rank, n_shards = slice_of or (None, self.size)
         # Exact sums send more data, so they are not the default on several hosts, unless stages

@@ -8,6 +8,7 @@ open descriptor. Reads have a maximum size.
 import errno
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -157,6 +158,21 @@ def read_again(path: Path, max_bytes: int) -> bytes:
             copy.flush()
             os.dup2(copy.fileno(), descriptor)
     return read_bytes(path, max_bytes)
+
+
+def copy_in_memory(path: Path) -> int:
+    """A descriptor of an unnamed file in memory that has the content of a file.
+
+    Raises: CheckpointError if the file cannot be read, or memory is short.
+    """
+    descriptor = os.memfd_create("copy")
+    try:
+        with open_file(path) as file, reading(path), os.fdopen(os.dup(descriptor), "wb") as copy:
+            shutil.copyfileobj(file, copy)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_private(path: Path, max_bytes: int) -> bytes:

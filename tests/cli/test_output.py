@@ -6,12 +6,13 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from parallel_llama.cli.chat import Conversation
-from parallel_llama.cli.generate import Results
+from parallel_llama.cli.generate import Results, _generate
 from parallel_llama.cli.prompts import Line, Prompt, read_lines
 from parallel_llama.cli.results import ResultFile
 from parallel_llama.cli.terminal import StatusLine
@@ -65,6 +66,20 @@ def test_stdout_keeps_input_order_and_file_keeps_finish_order(capsys, tmp_path):
     assert shown[0].keys() == {"index", "text", "tokens", "finish_reason", "n_prompt_tokens"}
     written = [json.loads(line)["index"] for line in file.read_text().splitlines()]
     assert written == [2, 0, 1]
+
+
+def test_completions_after_a_refused_prompt_are_shown(capsys):
+    """After the loss of a rank a prompt may no longer fit into the KV cache."""
+
+    def run(*_: object) -> Iterator[Step]:
+        yield from (done(2), done(0))
+        raise UsageError("the KV cache has 2 blocks")
+
+    results = shown_results(["a", "b", "c"], as_json=True)
+    with pytest.raises(UsageError):
+        _generate(SimpleNamespace(run=run), [], results, None)
+    shown = [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [0, 2]
 
 
 def test_a_finished_completion_is_shown_while_later_ones_run(capsys):

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -16,12 +17,14 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from adapters import edit_tensors, write_adapter
 from mixes import (
     ARGS,
     HYBRID,
     SMALL,
     Mix,
     Outcome,
+    alone,
     differences,
     make_draft_model,
     make_engine,
@@ -35,6 +38,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallel_llama import LLM, SamplingParams
+from parallel_llama.checkpoint.adapter_tensors import load_pairs
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.reading import open_checkpoint
 from parallel_llama.config import load_model_args
@@ -196,6 +200,36 @@ def test_no_output_is_lost_if_the_integrity_check_of_its_step_fails(monkeypatch)
         groups = groups_of(3, rng)
         outcomes, *_ = run_on_threads(3, run_shrinking, mix, ARGS, groups, [], None, True)
         assert not differences(mix, outcomes, ARGS), number
+
+
+def test_requests_that_fill_the_kv_cache_are_shortened_if_it_becomes_smaller():
+    """Regression: they were refused, although their clients had not set max_tokens."""
+    engine = make_engine(make_runner(Solo()), n_blocks=32, block_size=4)
+
+    def submit(index: int, n_prompt: int, *, fills_cache: bool = True) -> int:
+        params = SamplingParams(max_tokens=129 - n_prompt)
+        prompt = tuple(range(n_prompt))
+        request = Request(index, prompt, params, 0, frozenset(), fills_cache=fills_cache)
+        return engine.submit(request)
+
+    submit(0, 5)
+    refused = [submit(1, 25), submit(2, 5, fills_cache=False)]
+    for _ in range(10):
+        engine.step()
+    submit(3, 5)  # not yet sent to the other ranks
+    message = encode_unfinished(engine.unfinished())
+    capacity = replace(engine.capacity, n_blocks=(8,))
+    engine.resume(make_runner(Solo()), capacity, decode_unfinished(message))
+    assert [ticket for ticket, _ in engine.refused] == refused
+    assert "25 prompt tokens and 11 new tokens need 9 blocks of 4" in str(engine.refused[0][1])
+    submit(4, 5)
+    found = {}
+    while not engine.idle:
+        found |= {each.index: each.completion for each in engine.step() if each.completion}
+    expected = alone(tuple(range(5)), SamplingParams(max_tokens=28), 0, frozenset(), 0)
+    assert found.keys() == {0, 3, 4}
+    for completion in found.values():
+        assert Outcome(completion.tokens, completion.finish_reason) == expected
 
 
 def test_free_cache_frees_the_memory_that_the_integrity_check_refers_to():
@@ -369,6 +403,30 @@ def test_spare_with_another_model_digest_is_refused(folder, monkeypatch):
         Ranks(ModelSetup(config), Mock()).wait_as_spare("another digest")
 
 
+def negate(adapter: Path) -> None:
+    edit_tensors(adapter, lambda tensors: [b.neg_() for name, b in tensors.items() if "_B" in name])
+
+
+@pytest.mark.parametrize("change", [negate, shutil.rmtree])
+def test_adapter_is_read_again_after_its_folder_is_changed_or_deleted(folder, tmp_path, change):
+    adapter = write_adapter(tmp_path / "a", folder, r".*\.q_proj", target_modules=["q_proj"])
+    config = LLMConfig(str(folder), tp_size=2, elastic=True, adapters={"a": str(adapter)})
+    setup = ModelSetup(config)
+
+    def read() -> list[Tensor]:
+        shard, device = setup.plan.shards[1], torch.device("cpu")
+        pairs = load_pairs(setup.adapters["a"], shard, torch.float32, device)
+        return [matrix for pair in pairs for matrix in (pair.a, pair.b)]
+
+    before = read()
+    change(adapter)
+    assert before and all(map(torch.equal, before, read()))
+    copy = setup.adapters["a"].weights
+    assert copy.exists()
+    setup.adapters.clear()
+    assert not copy.exists()
+
+
 def test_rank_with_flipped_bits_ends_without_waiting_for_an_order(folder, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -463,25 +521,50 @@ def test_rank_lost_while_a_spare_loads_does_not_end_the_run(folder, tmp_path, mo
 
 
 @pytest.mark.slow
+def test_losses_change_no_bit_of_request_with_changed_or_deleted_adapter(
+    folder, tmp_path, monkeypatch
+):
+    """Regression: the remaining ranks read the changed adapter, and failed without its folder."""
+    monkeypatch.setattr(ranks, "_RECOMPUTE_S", 1000.0)
+    adapter = write_adapter(tmp_path / "a", folder, r".*\.\w+_proj", target_modules="all-linear")
+    params = SamplingParams(max_tokens=60, logprobs=0, ignore_eos=True)
+    with LLM(str(folder), tp_size=3, elastic=True, adapters={"a": str(adapter)}) as llm:
+        (expected,) = llm.generate([[3, 4, 5]], params, adapter="a")
+        steps = llm.run(llm.input_processor.requests([[3, 4, 5]], params, "a"))
+        for rank, change in ((2, negate), (1, shutil.rmtree)):
+            next(steps)
+            change(adapter)
+            os.kill(llm.ranks.pids()[rank], signal.SIGKILL)
+        *_, last = steps
+        assert last.completion == expected
+        assert [each.tp_size for each in llm.ranks.regroups] == [2, 1]
+
+
+@pytest.mark.slow
 def test_request_that_no_longer_fits_after_rank_loss_is_refused(folder, monkeypatch):
     """Each of three ranks holds one KV head; the last rank then holds all three in as many bytes.
 
-    No spare is started meanwhile, because a start slows the first steps after a loss.
+    The other requests of the call finish first; a request without max_tokens is shortened. No spare
+    is started meanwhile, because a start slows the first steps after a loss.
     """
     monkeypatch.setattr(ranks, "_RECOMPUTE_S", 1000.0)
-    params = SamplingParams(max_tokens=400, ignore_eos=True)
     with LLM(str(folder), tp_size=3, elastic=True, kv_cache_bytes=40_000) as llm:
         n_tokens = llm.engine.capacity.n_tokens
-        long, short = (
-            llm.input_processor.request(0, [3] * 8, replace(params, max_tokens=each))
-            for each in (n_tokens - 8, 20)
+        long, short, filling = (
+            llm.input_processor.request(
+                index, [3] * 8, SamplingParams(max_tokens=each, ignore_eos=True)
+            )
+            for index, each in enumerate((n_tokens - 8, 20, None))
         )
-        steps = llm.run([long])
+        steps, n_new = llm.run([long, short, filling]), {}
         next(steps)
         for rank in (1, 2):
             os.kill(llm.ranks.pids()[rank], signal.SIGKILL)
         with pytest.raises(UsageError, match="the KV cache has"):
-            list(steps)
+            for output in steps:
+                if output.completion is not None:
+                    n_new[output.index] = len(output.completion.tokens)
         assert llm.engine.capacity.n_tokens < n_tokens
+        assert n_new == {1: 20, 2: llm.engine.capacity.n_tokens + 1 - 8}
         assert sum(len(output.tokens) for output in llm.run([short])) == 20
         assert not llm.ranks.spare_pids()

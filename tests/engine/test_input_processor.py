@@ -173,4 +173,4 @@ def test_max_fitting_tokens_is_limited_by_context_and_kv_cache(folder):
         assert card.max_fitting_tokens == inputs.max_fitting_tokens == expected
         assert card.max_model_len == inputs.max_seq_len
         request = inputs.request(0, [1, 2], SamplingParams(max_tokens=None))
-        assert request.max_tokens == expected - 2
+        assert request.max_tokens == expected - 2 and request.fills_cache

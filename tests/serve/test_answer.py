@@ -109,6 +109,19 @@ def test_outputs_are_not_repeated_after_engine_restarts(first, second, n_told, n
     assert [output.completion is not None for output in told][-1]
 
 
+async def test_answer_ends_if_a_restarted_engine_has_room_for_fewer_tokens_than_emitted():
+    """The new engine shortens a request without max_tokens to its own KV cache."""
+    answer = new_answer([])
+    for output in outputs([3, 6, 9])[:3]:
+        answer.put(output)
+    answer.restart()
+    for output in outputs([2], TOKENS[:5]):
+        answer.put(output)
+    emitted = await answer.whole()
+    assert sum((output.tokens for output in emitted), ()) == TOKENS[:9]
+    assert answer.ends == ["length"] and emitted[-1].completion is not None
+
+
 async def test_answer_that_diverges_after_a_restart_is_cancelled():
     cancelled: list[Answer] = []
     answer = new_answer(cancelled)
