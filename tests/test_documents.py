@@ -155,6 +155,7 @@ def test_the_quickstart_prints_what_the_pages_show(clone):
     run(f"({stamp}) > .venv/stamp", clone)
     done = run(command(QUICKSTART), clone)
     shown = [text for language, text in BLOCKS if language == "text" and "Paris" in text]
+    assert shown
     printed = done.stdout.splitlines()  # the pages leave out lines, and the ends of some
     for line in "".join(shown).splitlines():
         assert any(each.startswith(line) for each in printed), line

@@ -61,7 +61,8 @@ def test_chat_answers_with_adapter(model, folders, monkeypatch, capsys):
     chat = [{"role": "user", "content": "Hello"}]
     with LLM(str(model), adapters={"y": folders[1]}, kv_cache_bytes=4 << 20) as llm:
         (wanted,) = llm.chat(chat, SamplingParams(max_tokens=6), adapter="y")
-    assert answers[0] != answers[1] and wanted.text.strip() in answers[1]
+    text = wanted.text.strip()
+    assert text and answers[0] != answers[1] and text in answers[1]
 
 
 def test_score_uses_adapter_and_is_equal_on_1_and_2_ranks(model, folders, tmp_path, capfd):

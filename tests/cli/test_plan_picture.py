@@ -66,6 +66,7 @@ def test_model_name_is_escaped_in_the_svg(tmp_path, monkeypatch):
     save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     assert _drawn(tmp_path, "--model", folder.name, "--max-seq-len", "1k")
+    assert "a&lt;b&gt;&amp;c" in (tmp_path / "plan.svg").read_text()
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path, capsys):

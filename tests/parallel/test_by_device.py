@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -105,22 +106,21 @@ def test_gpu_and_host_tensors_use_their_own_communicator(ranks, size):
         assert by_host == [*told, ("broadcast", torch.int64), ("broadcast", torch.uint8)]
 
 
+SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (2, 3)]
+OF_RANKS = list(product(SHAPES, (torch.float64, torch.bool, torch.bfloat16)))
+
+
 def gather_shapes(comm: Communicator) -> list[Tensor]:
     gpus = queueing(comm, 20.5, lambda: None)
-    shapes: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (2, 3)]
-    return [
-        gpus.all_gather(torch.full(shape, comm.rank, dtype=dtype))
-        for shape in shapes
-        for dtype in (torch.float64, torch.bool, torch.bfloat16)
-    ]
+    return [gpus.all_gather(torch.full(shape, comm.rank, dtype=dtype)) for shape, dtype in OF_RANKS]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_shape_is_gathered_into_one_tensor(ranks, size):
     for gathered in ranks(size).run(gather_shapes):
-        for each in gathered:
-            parts = [torch.full(each.shape[1:], rank, dtype=each.dtype) for rank in range(size)]
-            assert torch.equal(each, torch.stack(parts))
+        for (shape, dtype), each in zip(OF_RANKS, gathered, strict=True):
+            parts = [torch.full(shape, rank, dtype=dtype) for rank in range(size)]
+            assert each.dtype == dtype and torch.equal(each, torch.stack(parts))
 
 
 def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list[str]]:

@@ -138,7 +138,9 @@ def test_ranks_get_torchrun_environment_and_rank_0_gets_stdin(start):
     assert process.returncode == 0
     assert "rank 0 on stdout heard input" in stdout
     assert "rank 1" not in stdout and "rank 1 on stdout" in stderr and "rank 2 on stdout" in stderr
-    for rank, line in enumerate(said(stderr)):
+    lines = said(stderr)
+    assert len(lines) == 3
+    for rank, line in enumerate(lines):
         assert line["world"] == [rank, 3]
         assert not line["torch"]
         assert (line["stdin"] == "/dev/null") == (rank > 0)
@@ -172,7 +174,8 @@ def test_the_rank_that_failed_first_gives_message_and_code(
     process = start(n, *program.format(tmp_path / "reported").split())
     _, stderr = process.communicate("", timeout=LIMIT_S)
     assert process.returncode == code
-    assert message is None or messages(stderr) == [f"parallel-llama: {message}"]
+    expected = [] if message is None else [f"parallel-llama: {message}"]
+    assert messages(stderr) == expected
 
 
 @pytest.mark.parametrize(("rank", "name"), [(1, "SIGKILL"), (0, "SIGSEGV")])

@@ -145,8 +145,9 @@ def test_forged_heartbeats_do_not_keep_a_dead_rank_alive(monkeypatch):
                 bare.set(sealed(bare)._name("heartbeat/1"), word)
 
         with ThreadPoolExecutor(1) as stranger:
-            stranger.submit(interfere)
+            interfering = stranger.submit(interfere)
             assert own.dead_ranks() == [1]
+            interfering.result()
     finally:
         dead.end()
         own.end()

@@ -98,7 +98,8 @@ async def playing(
         yield client, engines, running
     finally:
         running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        (ended,) = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(ended, (asyncio.CancelledError, EngineEnded)), ended
 
 
 async def ready(client: EngineClient, engines: list[Played], number: int = 0) -> Played:
@@ -210,8 +211,10 @@ async def test_abandoned_request_is_cancelled_and_not_resubmitted():
         assert isinstance(await engine.hear(), Submit)
         assert await engine.hear() == Cancel(answer.key)
         engine.die()
-        await ready(client, engines, 1)
+        engine = await ready(client, engines, 1)
         assert client.n_choices == 0
+        with pytest.raises(asyncio.TimeoutError):  # TimeoutError itself from Python 3.11 on
+            await asyncio.wait_for(engine.hear(), 0.05)
 
 
 async def test_engine_that_does_not_step_in_time_is_replaced():

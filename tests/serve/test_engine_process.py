@@ -1,6 +1,7 @@
 """The engine process's reports to the frontend, with simulated ranks."""
 
 import socket
+import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -45,11 +46,15 @@ def test_engine_process_reports_while_the_ranks_form_a_group(frontend):
     require_silence(own)
 
 
-def test_ranks_continue_if_the_frontend_has_closed_the_socket(frontend):
+def test_ranks_continue_if_the_frontend_has_closed_the_socket(frontend, monkeypatch):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
     own, ranks = frontend
     own.close()
     with ranks.regrouping():
-        pass
+        (reporting,) = (each for each in threading.enumerate() if each.name == "regrouping")
+        reporting.join(20)  # its first report finds the socket closed
+        assert not reporting.is_alive() and errors == []
 
 
 def test_failed_regroup_ends_the_reports(frontend):

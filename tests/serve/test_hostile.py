@@ -5,7 +5,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -95,7 +97,7 @@ def test_hostile_template_delays_no_other_client(trapped):
     with Canary(trapped) as canary, streaming(trapped) as arrivals:
         with arrivals.go_on():
             status, reply = chat(trapped, "equality of trees")
-        assert status in (400, 500) and "template" in reply["error"]["message"], reply
+        assert status == 500 and "template was stopped" in reply["error"]["message"], reply
         assert trapped.get("/health/ready") == {"status": "ready", "tp_size": 1}
         canary.check()
     assert arrivals.n_checked  # a template that is stopped has run for 1.5 s of CPU time
@@ -104,12 +106,11 @@ def test_hostile_template_delays_no_other_client(trapped):
 
 def test_concurrent_hostile_templates_leave_the_server_working(trapped):
     with Canary(trapped) as canary:
-        asking = [threading.Thread(target=chat, args=(trapped, name)) for name in TEMPLATES]
-        for thread in asking:
-            thread.start()
-        for thread in asking:
-            thread.join()
+        with ThreadPoolExecutor(len(TEMPLATES)) as pool:
+            replies = list(pool.map(partial(chat, trapped), TEMPLATES))
         canary.check()
+    for status, reply in replies:
+        assert status in (400, 429, 500), reply  # 429 if the others took too long
     assert chat(trapped, "hi")[0] == 200
     assert "Traceback" not in trapped.stderr
 
@@ -121,7 +122,7 @@ def test_hostile_grammars_delay_no_other_client(tiny):
             fields = {"prompt": "a", "max_tokens": 20, "structured_outputs": {form: text}}
             with arrivals.go_on():
                 status, _, body = tiny.send("POST", "/v1/completions", fields)
-            assert status in (200, 400), body
+            assert status == 200 or (status == 400 and b"cannot be used: " in body), body
         canary.check()
     assert arrivals.n_checked  # a grammar that is stopped has been compiled for 1 s of CPU time
 
@@ -129,18 +130,19 @@ def test_hostile_grammars_delay_no_other_client(tiny):
 def test_long_bodies_get_a_reply_and_do_not_change_other_answers(tiny):
     """Bodies of a megabyte or more, of the kinds that take longest to check."""
     text, many = "a" * (1 << 20), [0] * 600_000
+    message = {"role": "user", "content": "a"}
     with Canary(tiny) as canary:
-        for path, fields in [
-            ("/tokenize", {"prompt": text, "return_token_strs": True}),
-            ("/tokenize", {"messages": [{"role": "user", "content": text[:-100]}]}),
-            ("/detokenize", {"tokens": many}),
-            ("/v1/completions", {"prompt": many}),
-            ("/v1/completions", {"prompt": text}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "x": many}]}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 10_000}),
+        for path, fields, expected in [
+            ("/tokenize", {"prompt": text, "return_token_strs": True}, 200),
+            ("/tokenize", {"messages": [{**message, "content": text[:-100]}]}, 200),
+            ("/detokenize", {"tokens": many}, 200),
+            ("/v1/completions", {"prompt": many}, 400),
+            ("/v1/completions", {"prompt": text}, 400),
+            ("/v1/chat/completions", {"messages": [{**message, "x": many}]}, 200),
+            ("/v1/chat/completions", {"messages": [message] * 10_000}, 400),
         ]:
             status, _, body = tiny.send("POST", path, fields)
-            assert status in (200, 400), body[:500]
+            assert status == expected, body[:500]
         canary.check()
 
 

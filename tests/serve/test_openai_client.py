@@ -67,6 +67,7 @@ def test_each_of_n_choices_has_top_logprobs(client):
     )
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
     for choice in reply.choices:
+        assert choice.logprobs.content
         for one in choice.logprobs.content:
             assert bytes(one.bytes).decode("utf-8", "replace") == one.token
             assert len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob >= one.logprob
@@ -125,7 +126,9 @@ def test_echo_logprobs_equal_those_of_the_score_command(lenient, smollm2, tmp_pa
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps([tokens, tokens[:400], tokens[:2]]))
     command = ("score", f"--tokens-file={file}", "--nproc=2", "--dtype=float32")
-    for line in parallel_llama(*command):
+    lines = parallel_llama(*command)
+    assert [len(line["tokens"]) for line in lines] == [600, 400, 2]
+    for line in lines:
         given = {"prompt": line["tokens"], "max_tokens": 0, "echo": True, "logprobs": 0}
         (choice,) = lenient.completions.create(model="smollm2", **given).choices
         assert choice.logprobs.token_logprobs == line["logprobs"]
@@ -162,10 +165,12 @@ def test_async_requests_agree_and_a_cancelled_one_stops_running(smollm2):
                 )
                 return reply.choices[0].text
 
+            endless = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
             leaving = asyncio.create_task(
-                client.completions.create(model="smollm2", prompt="Once", max_tokens=4000)
+                client.completions.create(model="smollm2", prompt="Once", **endless)
             )
             found = await asyncio.gather(*map(one, ["One", "Two", "Three", "One"]))
+            assert smollm2.get("/status")["n_running"] and not leaving.done()
             leaving.cancel()
             return found
 
