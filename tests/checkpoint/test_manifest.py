@@ -88,9 +88,19 @@ def test_every_single_flipped_bit_is_detected(tmp_path):
     ],
 )
 def test_a_forged_manifest_is_refused(tmp_path, old, new):
-    text = encode_manifest(SMALL).decode()
-    assert old in text
-    assert refused(tmp_path, text.replace(old, new, 1).encode())
+    """The forger computes the hash of the changed manifest."""
+    assert not refused(tmp_path, forged('"bytes": 16', '"bytes": 17'))
+    assert refused(tmp_path, forged(old, new))
+
+
+def forged(old: str, new: str) -> bytes:
+    """A changed manifest with its own hash."""
+    text, bare = encode_manifest(SMALL), module._encoded(SMALL)
+    assert old.encode() in bare
+    hashed = hash_bytes(bare.replace(old.encode(), new.encode(), 1))
+    own = hash_bytes(bare).encode()
+    assert own in text
+    return text.replace(old.encode(), new.encode(), 1).replace(own, hashed.encode())
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", ""])

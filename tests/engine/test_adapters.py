@@ -131,7 +131,9 @@ def test_drafts_and_scored_prompts_use_the_adapter(llm, base, adapters, tmp_path
     weights = merged_weights(base, Path(adapters["adapter4"]), lambda _: 8 / n_rank)
     merged = write_merged(tmp_path / "merged", base, weights)
     params = SamplingParams(max_tokens=24, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    n_before = llm.engine.statistics().n_draft_tokens
     (found,) = llm.generate([4, 5, 6] * 6, params, adapter="adapter4")
+    assert llm.engine.statistics().n_draft_tokens > n_before
     with LLM(str(merged), **SETTINGS) as other:
         (expected,) = other.generate([4, 5, 6] * 6, params)
     assert found.tokens == expected.tokens

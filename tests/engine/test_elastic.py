@@ -182,24 +182,26 @@ def run_shrinking(
     [(ARGS, 1, None), (HYBRID, 2, None), (ARGS, 3, ARGS), (ARGS, 4, SMALL), (HYBRID, 5, HYBRID)],
 )
 def test_requests_continue_wherever_a_step_fails(args, seed, draft):
-    rng = random.Random(seed)
+    rng, failures = random.Random(seed), list[bytes]()
     for number in range(4):
         mix = random_mix(seed * 1000 + number)
         groups = groups_of(3, rng)
-        outcomes, *_ = run_on_threads(3, run_shrinking, mix, args, groups, [], draft)
+        outcomes, *_ = run_on_threads(3, run_shrinking, mix, args, groups, failures, draft)
         assert not differences(mix, outcomes, args), number
+    assert len(failures) >= 4  # at most two in each mix
 
 
 def test_no_output_is_lost_if_the_integrity_check_of_its_step_fails(monkeypatch):
     """The check exchanges sums after the tokens of the step are committed."""
     monkeypatch.setattr(integrity, "_EXCHANGE_STEPS", 1)
     monkeypatch.setattr(integrity, "_MEMORY_STEPS", 1)
-    rng = random.Random(6)
+    rng, failures = random.Random(6), list[bytes]()
     for number in range(12):
         mix = random_mix(6000 + number)
         groups = groups_of(3, rng)
-        outcomes, *_ = run_on_threads(3, run_shrinking, mix, ARGS, groups, [], None, True)
+        outcomes, *_ = run_on_threads(3, run_shrinking, mix, ARGS, groups, failures, None, True)
         assert not differences(mix, outcomes, ARGS), number
+    assert len(failures) >= 12
 
 
 def test_requests_that_fill_the_kv_cache_are_shortened_if_it_becomes_smaller():

@@ -159,6 +159,7 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward():
     runner = make_runner(Solo())
     (completion,) = run(make_engine(runner), [make_request(0, PROMPTS[0], GREEDY)])
     sequence = PROMPTS[0]
+    assert len(completion.tokens) == 12
     for token in completion.tokens:
         runner.reserve([len(sequence)], 1)
         hidden = runner.forward([Chunk(sequence, 0, [range(len(sequence))], len(sequence))])
@@ -193,7 +194,9 @@ def test_prompt_logprobs_are_those_of_a_full_forward(step_tokens):
     params = SamplingParams(max_tokens=3, temperature=1.0, n=2, prompt_logprobs=2)
     requests = [make_request(i, prompt, params) for i in range(2)]
     expected = logprobs_of(prompt, ())
-    for completion in run(engine, requests):
+    completions = run(engine, requests)
+    assert len(completions) == 4
+    for completion in completions:
         first, *entries = completion.prompt_logprobs
         assert first is None and len(entries) == len(prompt) - 1
         for row, token, entry in zip(expected, prompt[1:], entries, strict=False):

@@ -154,30 +154,37 @@ def test_unreadable_folder_exits_2_with_permission_denied(good, refuses, verb, m
         assert "Permission denied" in said
 
 
+# Files of a model, and the commands that do not read them.
+FILES = [
+    ("hf", "config.json", []),
+    ("hf", "model.safetensors", ["plan"]),
+    ("hf", "tokenizer.json", ["plan", "verify", "reshard"]),
+    ("hf", "generation_config.json", ["plan", "verify", "score"]),
+    ("hf", "tokenizer_config.json", ["plan", "verify", "reshard"]),
+    ("bin", "pytorch_model.bin", ["plan"]),
+    ("meta", "params.json", []),
+    ("meta", "consolidated.00.pth", ["plan"]),
+    ("listed", "manifest.json", ["plan", "generate", "score", "reshard"]),
+    ("indexed", "model.safetensors.index.json", []),
+    ("gguf/m.gguf", "", []),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "file", "spared"),
-    [
-        ("hf", "config.json", []),
-        ("hf", "model.safetensors", ["plan"]),
-        ("hf", "tokenizer.json", ["plan", "verify", "reshard"]),
-        ("hf", "generation_config.json", ["plan", "verify", "score"]),
-        ("hf", "tokenizer_config.json", ["plan", "verify", "reshard"]),
-        ("bin", "pytorch_model.bin", ["plan"]),
-        ("meta", "params.json", []),
-        ("meta", "consolidated.00.pth", ["plan"]),
-        ("listed", "manifest.json", ["plan", "generate", "score", "reshard"]),
-        ("indexed", "model.safetensors.index.json", []),
-        ("gguf/m.gguf", "", []),
-    ],
+    ("verb", "model", "file"),
+    [(verb, model, file) for model, file, spared in FILES for verb in VERBS if verb not in spared],
 )
-@pytest.mark.parametrize("verb", VERBS)
-def test_unreadable_file_exits_2_with_permission_denied(good, refuses, verb, model, file, spared):
-    """`spared` are the commands that do not read the file."""
+def test_unreadable_file_exits_2_with_permission_denied(good, refuses, verb, model, file):
     path = good / model / file
     with locked(path):
-        if verb not in spared:
-            said = refuses(verb, model)
-            assert f"{path.relative_to(good)}: cannot be read: Permission denied" in said
+        said = refuses(verb, model)
+        assert f"{path.relative_to(good)}: cannot be read: Permission denied" in said
+
+
+@pytest.mark.parametrize(("model", "file"), [own[:2] for own in FILES if "plan" in own[2]])
+def test_plan_does_not_read_weights_or_tokenizer(good, capsys, model, file):
+    with locked(good / model / file):
+        assert outcome(VERBS["plan"](str(good / model)), capsys)[0] == 0
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "tokenizer.json", "model.safetensors"])
@@ -221,15 +228,20 @@ def test_loop_of_links_is_refused(good, refuses, verb, name):
             link.unlink()
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("verb", "file"),
+    [
+        *((verb, "config.json") for verb in VERBS),
+        *((verb, "model.safetensors") for verb in VERBS if verb != "plan"),
+        *((verb, "tokenizer.json") for verb in VERBS if verb != "plan"),
+    ],
+)
 def test_model_file_that_links_to_itself_is_refused(good, refuses, verb, file):
     path = good / "hf" / file
     path.rename(good / "away")
     path.symlink_to(path.name)
     try:
-        if verb not in {"model.safetensors": ["plan"], "tokenizer.json": ["plan"]}.get(file, []):
-            assert file in refuses(verb, "hf")
+        assert file in refuses(verb, "hf")
     finally:
         path.unlink()
         (good / "away").rename(path)

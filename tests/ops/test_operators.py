@@ -67,7 +67,7 @@ def with_scores(backend: Backend, scores: Scores) -> TorchOps:
     """The same operators with another score function."""
     ops, dtype, device = backend
     best = choose_ops(dtype, device, HEAD_DIM, {HEADS_PER_KV}, scores)
-    return best if type(ops) is type(best) else TorchOps(scores)
+    return best if type(ops) is type(best) else type(ops)(scores)
 
 
 def check(ours: Tensor, expected: Tensor) -> None:

@@ -362,7 +362,9 @@ def test_nan_value_affects_only_its_own_kv_head_on_amx() -> None:
 
 
 def test_amx_attention_needs_amx_and_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefillAttentionAMXKernel, "__init__", lambda *_: None)
     monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: object())
+    assert make_prefill_attention_amx.__wrapped__(64, PLAIN) is not None
     assert make_prefill_attention_amx.__wrapped__(80, PLAIN) is None
     monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: None)
     assert make_prefill_attention_amx.__wrapped__(64, PLAIN) is None

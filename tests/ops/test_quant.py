@@ -87,6 +87,8 @@ def multiplied(kernel, x, weight):
 def test_int8_error_is_at_most_half_a_step():
     values = torch.randn(40, 96) * torch.rand(40, 1)
     kept = quantise(values, INT8)
+    largest = values.view(40, 3, QUANT_GROUP_SIZE).abs().amax(-1)
+    torch.testing.assert_close(kept.scales.float(), largest / 127, rtol=1e-3, atol=2**-25)
     steps = kept.scales.float().repeat_interleave(QUANT_GROUP_SIZE, 1)
     assert ((kept.values() - values).abs() <= steps / 2 * 1.01).all()
 

@@ -108,6 +108,7 @@ def test_numbers_and_scales_are_those_of_the_original(kind, originals, natives):
         "weight_global_scale": "divisor",
     }
     for name, stored in WEIGHTS.items():
+        compared = set()
         for their_end, our_end in endings.items():
             tensor = theirs.get(f"{stored}.{their_end}")
             if tensor is None:
@@ -117,6 +118,8 @@ def test_numbers_and_scales_are_those_of_the_original(kind, originals, natives):
             rows = bytes_of(held)
             rows = rows.transpose(0, 1).flatten(1) if rows.ndim == 3 else rows  # units of columns
             assert torch.equal(rows.flatten(), bytes_of(tensor).flatten()), (name, our_end)
+            compared.add(f"{name}.weight.{our_end}")
+        assert compared == {key for key in ours if key.startswith(f"{name}.weight")}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "glm"])

@@ -124,6 +124,7 @@ def test_kernels_neither_spill_nor_recompile_per_row_count():
 
 def test_every_kernel_first_waits_for_the_kernel_before_it():
     """From sm_90 on, launches do not wait; without await_inputs() kernels would read old values."""
+    found = set()
     for file in Path(cuda.__file__).parent.glob("*.py"):
         tree = ast.parse(file.read_text())
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -132,3 +133,5 @@ def test_every_kernel_first_waits_for_the_kernel_before_it():
                 kernel = functions[ast.unparse(call.args[0])]
                 body = kernel.body[1:] if ast.get_docstring(kernel) else kernel.body
                 assert ast.unparse(body[0]) == "await_inputs()", f"{file.name}: {kernel.name}"
+                found.add(kernel.name)
+    assert found == {*COUNTS, "_decode", "_combine", "_attention"}

@@ -162,9 +162,9 @@ def answers(
     """The tokens of three requests with different lengths and sampling; the last arrives later."""
     ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap, args.sink_logits))
     runner = make_runner_of(comm, args, ops, ranks_per_expert)
-    engine = make_engine(runner, n_blocks=12, block_size=4)
+    engine, graphs = make_engine(runner, n_blocks=12, block_size=4), Recorded()
     if ops.is_paged:
-        runner.record(Recorded())
+        runner.record(graphs)
     prompts = tuple(range(3, 11)), (5,), tuple(range(9, 12))
     requests = []
     ways = (0.0, 0), (1.2, 20), (0.8, 0)
@@ -182,6 +182,7 @@ def answers(
             if output.completion is not None:
                 found[output.index] = output.completion.tokens
         step += 1
+    assert bool(graphs.n_replays) == ops.is_paged
     return found
 
 
