@@ -1,15 +1,16 @@
 """Checks that results have the same bits in all ways of running a model.
 
-    python -m launch.soak.bits [--models 3] [--runs 6] [--seed 1] [--families NAME...]
+    python -m launch.soak.bits [--models 3] [--staged 1] [--seed 1] [--families NAME...]
     python -m launch.soak.bits --smollm2 [--formats NAME...] [--seed 1]
 
-For every tiny model of the tests, random models of its family are written. For each model, random
-requests run alone on one rank with one thread, and then together in random ways: on 2 to 9 ranks
-with even and uneven plans, in pipeline stages, with a KV cache that is split by heads or by tokens,
-with one or two threads per rank, and with any batch, steps, blocks, drafts and prefix cache.
-Tokens, their log-probabilities and those of prompt tokens must have the same bits. The first answer
-to each request is also scored as a prompt, which must give the log-probabilities with which its
-tokens were drawn.
+For every family, random variants of the tests' tiny models are written. For each model, random
+requests run alone on one rank with one thread, and then together: on every number of ranks from 1
+to that of its heads (12 at most), and in pipeline stages on a random number. What else must not
+matter is random in each run: even and uneven plans, a KV cache that is split by heads or by tokens,
+one or two threads per rank, and the batch, steps, blocks, drafts and prefix cache. Tokens, their
+log-probabilities and those of prompt tokens must have the same bits. The first answer to each
+request is also scored as a prompt, which must give the log-probabilities with which its tokens were
+drawn.
 
 With --smollm2, SmolLM2 runs in each format on 1 to 9 ranks, and the SHA-256 of all results is
 printed. With or without --smollm2, --planted turns exact sums off except in the runs of single
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from ranks import Pools
     from ways import Completions
 
+    from parallel_llama.families.model_args import ModelArgs
+
 PLAIN: list[Settings] = [
     {"dtype": dtype, "quant": "none"} for dtype in ("float32", "float64", "bfloat16")
 ]
@@ -57,15 +60,16 @@ TEXTS = ("The capital of France is", "def add(a, b):\n" * 12, "Once upon a time,
 N_TOKENS = 16  # of each of SmolLM2's answers
 MIN_STEP_TOKENS = 64  # of SmolLM2, because a step of nine ranks takes long on few cores
 N_REQUESTS = 10  # to each random model
+MAX_RANKS = 12  # of a random model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns: 1 if any bit differed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--models", type=int, default=3, help="for each family")
-    parser.add_argument("--runs", type=int, default=6, help="for each model")
+    parser.add_argument("--staged", type=int, default=1, help="runs of each model in stages")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--families", nargs="+", help="names of tests/support/tiny_models.py")
+    parser.add_argument("--families", nargs="+", help="transformers' names; all by default")
     parser.add_argument("--smollm2", action="store_true")
     parser.add_argument("--formats", nargs="+", choices=SMOLLM2, default=list(SMOLLM2))
     parser.add_argument("--planted", action="store_true")
@@ -85,19 +89,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def soak_models(pools: "Pools", flags: argparse.Namespace) -> int:
     """Compare the results of random models run in different ways. Returns: the exit code."""
     from comparison import Comparison
-    from random_models import random_model
-    from tiny_models import TINY_MODELS, write_hf
+    from family_models import of_families
+    from random_models import is_narrow, random_model
+    from tiny_models import write_hf
     from transformers.utils.logging import disable_progress_bar
-    from ways import random_requests, random_way
+    from ways import random_requests
 
     disable_progress_bar()
     tally, n_tokens, n_logprobs = Tally("models"), 0, 0
-    for name in flags.families or TINY_MODELS:
+    by_family = of_families()
+    for family in flags.families or by_family:
+        names = list(by_family[family])
+        random.Random(f"{flags.seed} {family}").shuffle(names)
         for number in range(flags.models):
+            name = names[number % len(names)]
+            base = by_family[family][name]
             rng = random.Random(f"{flags.seed} {name} {number}")
-            formats = _random_formats(rng, plain=TINY_MODELS[name].ffn_dim < 32)
+            formats = _random_formats(rng, plain=is_narrow(base))
             wide = formats["quant"] != "none" or formats["kv_cache_dtype"] in ("int8", "fp8")
-            model = random_model(rng, TINY_MODELS[name], wide)
+            model = random_model(rng, base, wide)
             with tempfile.TemporaryDirectory() as folder:
                 write_hf(model, Path(folder), rng.randrange(1 << 32))
                 config = LLMConfig(folder, tp_size=1, exact=True, **formats)
@@ -106,16 +116,25 @@ def soak_models(pools: "Pools", flags: argparse.Namespace) -> int:
                 comparison.run_alone(
                     random_requests(rng, N_REQUESTS, model.vocab_size, inputs.max_seq_len)
                 )
-                for _ in range(flags.runs):
-                    comparison.compare(random_way(rng, inputs.args, config, comparison.requests))
-            line = (
-                f"{name} ({model.family}) {number}: {model.shape}, {', '.join(formats.values())}, "
-            )
-            line += f"{flags.runs} runs, {comparison.n_tokens} tokens{comparison.shown()}"
+                sizes = _random_sizes(rng, inputs.args, flags.staged)
+                for n_ranks, pp in sizes:
+                    comparison.compare_some(rng, n_ranks, pp)
+            line = f"{family} {number} ({name}): {model.shape}, {', '.join(formats.values())}, "
+            line += f"{len(sizes)} runs, {comparison.n_tokens} tokens{comparison.shown()}"
             tally.add(not comparison.differences, line)
             n_tokens += comparison.n_tokens
             n_logprobs += comparison.n_logprobs
     return tally.close(f"{n_tokens} tokens and {n_logprobs} log-probabilities compared")
+
+
+def _random_sizes(rng: random.Random, args: "ModelArgs", n_staged: int) -> list[tuple[int, int]]:
+    """Ranks and pipeline stages: every number of ranks in one stage, and random ones in more."""
+    most = min(args.n_heads, MAX_RANKS)
+    sizes = [(n_ranks, 1) for n_ranks in range(1, most + 1)]
+    for _ in range(n_staged):
+        pp = rng.randint(2, min(3, args.n_layers))
+        sizes.append((rng.randint(pp, min(MAX_RANKS, args.n_heads * pp)), pp))
+    return sizes
 
 
 def _random_formats(rng: random.Random, *, plain: bool) -> Settings:
@@ -127,7 +146,7 @@ def _random_formats(rng: random.Random, *, plain: bool) -> Settings:
 def soak_smollm2(pools: "Pools", flags: argparse.Namespace) -> int:
     """Compare the results of SmolLM2 on every number of ranks. Returns: the exit code."""
     from comparison import Comparison
-    from ways import MAX_RANKS, random_way
+    from ways import random_way
 
     tally = Tally("formats")
     for name in flags.formats:
@@ -142,8 +161,8 @@ def soak_smollm2(pools: "Pools", flags: argparse.Namespace) -> int:
         asked += [(text, replace(greedy, temperature=0.9, top_p=0.95)) for text in TEXTS]
         comparison.run_alone([inputs.request(at, *each) for at, each in enumerate(asked)])
         digests = {digest(comparison.expected)}
-        for n_ranks in range(1, MAX_RANKS + 1):
-            way = random_way(rng, inputs.args, config, comparison.requests, n_ranks)
+        for n_ranks in range(1, inputs.args.n_heads + 1):
+            way = random_way(rng, config, comparison.requests, n_ranks)
             step_tokens = max(MIN_STEP_TOKENS, way.mix.step_tokens)
             way = replace(way, n_threads=1, mix=replace(way.mix, step_tokens=step_tokens))
             digests.add(digest(comparison.compare(way)))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_models import COHERE
 from parity_steps import assert_equal_bits, assert_parity
 from reshard_samples import through_every_layout
-from tiny_models import TinyModel, write_hf
+from tiny_models import write_hf
 from transformers import AutoConfig
 from transformers_oracle import loaded_logits, reference_logits
 
@@ -15,92 +16,30 @@ from parallel_llama.config.hf import args_from_hf
 from parallel_llama.errors import UsageError
 from parallel_llama.plan import why_unrecorded
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-
-MODELS: dict[str, TinyModel] = {
-    "cohere": TinyModel(7, 1, 6, 34, tied=True, family="cohere", own={"use_qk_norm": True}),
-    "cohere, biases, not tied": TinyModel(
-        9, 3, 6, 54, family="cohere", own={"attention_bias": True, "logit_scale": 0.3}
-    ),
-    "cohere, norms, biases, yarn": TinyModel(
-        7,
-        7,
-        6,
-        40,
-        tied=True,
-        family="cohere",
-        own={"use_qk_norm": True, "attention_bias": True, "logit_scale": 1.3},
-        rope=_YARN,
-    ),
-    "cohere2": TinyModel(
-        7,
-        1,
-        6,
-        42,
-        n_layers=5,
-        tied=True,
-        family="cohere2",
-        own={"sliding_window": 7, "sliding_window_pattern": 3},
-    ),
-    "cohere2, layer types, biases, not tied": TinyModel(
-        9,
-        3,
-        6,
-        54,
-        n_layers=3,
-        family="cohere2",
-        own={
-            "attention_bias": True,
-            "logit_scale": 0.25,
-            "sliding_window": 5,
-            "layer_types": [_FULL, _SLIDING, _FULL],
-        },
-        rope=_YARN,
-    ),
-    "cohere2 without a window": TinyModel(
-        7,
-        7,
-        6,
-        42,
-        tied=True,
-        family="cohere2",
-        own={"layer_types": [_FULL] * 2},
-    ),
-    "cohere2, idle windows": TinyModel(
-        7, 7, 6, 42, family="cohere2", own={"layer_types": [_SLIDING] * 2}
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3) for name, tiny in MODELS.items()
+        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3) for name, tiny in COHERE.items()
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COHERE)
 def test_logits_match_transformers_at_each_tp_size(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], COHERE[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
 
 @pytest.mark.parametrize("name", ["cohere", "cohere, norms, biases, yarn", "cohere2"])
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], COHERE[name].tokens
     assert_equal_bits(folder, tokens, (3, 5))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", COHERE)
 def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
     """Per-head norm weights are matrices in HF folders, and vectors in the other layouts."""
-    folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
+    folder, tokens = through_every_layout(folders[name], tmp_path), COHERE[name].tokens
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token_id": 0}))
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
@@ -126,7 +65,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
     assert args.max_seq_len == config.max_position_embeddings
     assert args.tied_embeddings == config.tie_word_embeddings
     if family == "cohere2":
-        full = [layer for layer, kind in enumerate(config.layer_types) if kind == _FULL]
+        full = [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
         assert [*args.full_layers] == [*args.unrotated_layers] == full
         assert args.sliding_window == config.sliding_window
 

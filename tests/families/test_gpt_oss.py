@@ -14,6 +14,7 @@ import gguf
 import pytest
 import torch
 from converted_gguf import convert, rounded
+from family_models import GPT_OSS, GPT_OSS_OWN, GPT_OSS_YARN
 from mixes import OF_FAMILIES
 from mxfp4_folders import MATRICES, write_mxfp4
 from parity_steps import (
@@ -42,78 +43,31 @@ from parallel_llama.plan import PART_KEYS, make_plan
 from parallel_llama.reshard import tensor_writer
 from parallel_llama.reshard.tensor_writer import DirectFile
 
-_OWN = {
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "sliding_window": 7,
-    "pad_token_id": 0,
-}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150.0,
-    "factor": 4.0,
-    "beta_fast": 2.0,
-    "beta_slow": 0.5,
-    "truncate": False,
-    "original_max_position_embeddings": 16,
-}
-
-MODELS: dict[str, TinyModel] = {
-    "7/1": TinyModel(7, 1, 8, 44, ffn_dim=35, n_layers=3, family="gpt_oss", own=_OWN, rope=_YARN),
-    "9/3 low limit, tied": TinyModel(
-        9,
-        3,
-        16,
-        54,
-        ffn_dim=21,
-        n_layers=2,
-        tied=True,
-        family="gpt_oss",
-        own={
-            **_OWN,
-            "num_local_experts": 11,
-            "num_experts_per_tok": 11,
-            "swiglu_limit": 0.5,  # which most channels reach
-            "swiglu_alpha": 0.75,
-            "layer_types": ["full_attention", "sliding_attention"],
-        },
-        rope=_YARN,
-    ),
-    "7/7 no window, no bias": TinyModel(
-        7,
-        7,
-        6,
-        42,
-        ffn_dim=5,  # fewer than heads
-        family="gpt_oss",
-        own={**_OWN, "layer_types": ["full_attention"] * 2, "attention_bias": False},
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3) for name, tiny in MODELS.items()
+        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3)
+        for name, tiny in GPT_OSS.items()
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GPT_OSS)
 def test_logits_match_transformers_at_each_tp_size(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], GPT_OSS[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GPT_OSS)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], GPT_OSS[name].tokens
     # On 7 ranks, some have no channel of an expert.
     assert_equal_bits(folder, tokens, (3, 7), PART_KEYS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GPT_OSS)
 def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
-    folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
+    folder, tokens = through_every_layout(folders[name], tmp_path), GPT_OSS[name].tokens
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
@@ -132,7 +86,7 @@ def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, t
 def test_logits_match_transformers_for_every_split(folders, cut):
     """The bias of w2 and each sink count once, even if several ranks share an expert or a head."""
     name = "7/1"
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], GPT_OSS[name].tokens
     expected = reference_logits(folder, tokens)
     for logits in run_on_threads(3, cut_logits, folder, tokens, cut, PART_KEYS):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
@@ -238,7 +192,16 @@ def test_openai_config_is_read_as_transformers_reads_it(folders, tmp_path):
 
 # Ranks split these channels inside blocks of 32 inputs.
 PACKED = TinyModel(
-    7, 1, 8, 64, ffn_dim=96, vocab_size=53, n_layers=2, family="gpt_oss", own=_OWN, rope=_YARN
+    7,
+    1,
+    8,
+    64,
+    ffn_dim=96,
+    vocab_size=53,
+    n_layers=2,
+    family="gpt_oss",
+    own=GPT_OSS_OWN,
+    rope=GPT_OSS_YARN,
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from family_models import LLAMA4
 from mixes import OF_FAMILIES
 from parity_steps import (
     assert_equal_bits,
@@ -19,7 +20,7 @@ from reshard_samples import through_every_layout
 from safetensors.torch import load_file, save_file
 from scaled_folders import write_scaled
 from thread_ranks import run_on_threads
-from tiny_models import TinyModel, write_hf
+from tiny_models import write_hf
 from transformers import AutoConfig, Llama4Config, Llama4ForConditionalGeneration
 from transformers_oracle import loaded_logits, reference_logits
 
@@ -30,105 +31,23 @@ from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import why_unrecorded
 from parallel_llama.reshard.reshard import reshard
 
-# As in Llama 4 Scout: no frequencies between those that are kept and those that are divided.
-_STEP = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 1.0,
-    "original_max_position_embeddings": 16,
-}
-
-MODELS: dict[str, TinyModel] = {
-    "llama4": TinyModel(
-        7,
-        1,
-        6,
-        34,
-        ffn_dim=19,
-        n_layers=5,
-        family="llama4_text",
-        own={
-            "attention_chunk_size": 7,
-            "attn_scale": 0.3,
-            "floor_scale": 5,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 41,
-            "num_local_experts": 5,
-        },
-        rope=_STEP,
-    ),
-    "llama4, two experts, biases, tied": TinyModel(
-        9,
-        3,
-        6,
-        54,
-        ffn_dim=23,
-        n_layers=3,
-        tied=True,
-        family="llama4_text",
-        own={
-            "attention_bias": True,
-            "attention_chunk_size": 5,
-            "attn_temperature_tuning": False,
-            "intermediate_size_mlp": 30,
-            "moe_layers": [0, 2],
-            "no_rope_layers": [1, 0, 1],
-            "num_experts_per_tok": 2,
-            "num_local_experts": 6,
-            "use_qk_norm": False,
-        },
-    ),
-    "llama4 without experts or chunks": TinyModel(
-        7,
-        7,
-        6,
-        42,
-        family="llama4_text",
-        own={
-            "attention_chunk_size": 64,
-            "floor_scale": 4,
-            "intermediate_size_mlp": 33,
-            "layer_types": ["full_attention"] * 2,
-            "moe_layers": [],
-            "no_rope_layer_interval": 2,
-        },
-    ),
-    "llama4, chunks in all layers": TinyModel(
-        7,
-        7,
-        6,
-        42,
-        ffn_dim=18,
-        family="llama4_text",
-        own={
-            "attention_chunk_size": 6,
-            "floor_scale": 4,
-            "layer_types": ["chunked_attention"] * 2,
-            "no_rope_layers": [0, 1],
-            "num_local_experts": 3,
-        },
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3) for name, tiny in MODELS.items()
+        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3) for name, tiny in LLAMA4.items()
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LLAMA4)
 def test_logits_match_transformers_at_each_tp_size(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], LLAMA4[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LLAMA4)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], LLAMA4[name].tokens
     assert_equal_bits(folder, tokens, (3, 5))
 
 
@@ -136,7 +55,7 @@ def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
 def test_logits_match_transformers_for_other_splits(cut, folders):
     """Ranks hold parts of an attention chunk, or whole experts."""
     name = "llama4"
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], LLAMA4[name].tokens
     expected = reference_logits(folder, tokens)
     for logits in run_on_threads(5, cut_logits, folder, tokens, cut):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
@@ -144,7 +63,7 @@ def test_logits_match_transformers_for_other_splits(cut, folders):
 
 def test_batched_sequences_do_not_attend_to_each_others_chunks(folders):
     """KV cache blocks have 4 slots, so chunks of 7 positions begin inside blocks."""
-    tokens = MODELS["llama4"].tokens
+    tokens = LLAMA4["llama4"].tokens
     prompts = [tokens, tokens[3:20], tokens[5:11]]
     expected = [reference_logits(folders["llama4"], prompt) for prompt in prompts]
     for alone, together in run_on_threads(2, logits_alone_and_together, folders["llama4"], prompts):
@@ -153,19 +72,19 @@ def test_batched_sequences_do_not_attend_to_each_others_chunks(folders):
                 torch.testing.assert_close(own, reference, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LLAMA4)
 def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     if "without" in name and version < (5, 21):
         pytest.skip("older versions of transformers read no Llama 4 without chunks")
-    folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
+    folder, tokens = through_every_layout(folders[name], tmp_path), LLAMA4[name].tokens
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
 
 def test_text_part_of_multimodal_model_is_loaded(folders, tmp_path):
     """Only multimodal models are published; config.json has the text part in text_config."""
-    source, tokens = folders["llama4"], MODELS["llama4"].tokens
+    source, tokens = folders["llama4"], LLAMA4["llama4"].tokens
     vision = {
         "hidden_size": 8,
         "num_hidden_layers": 1,
@@ -214,7 +133,7 @@ def test_quantised_matrices_of_a_text_part_are_found(folders, tmp_path):
 
 
 def test_text_part_is_loaded_if_index_lists_vision_weights(folders, tmp_path):
-    tokens, folder = MODELS["llama4"].tokens, shutil.copytree(folders["llama4"], tmp_path / "copy")
+    tokens, folder = LLAMA4["llama4"].tokens, shutil.copytree(folders["llama4"], tmp_path / "copy")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     others = {"vision_model.layernorm_pre.weight": torch.ones(3)}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from converted_gguf import convert, rounded
+from family_models import SHARED_EXPERTS
 from mixes import OF_FAMILIES
 from parity_steps import (
     assert_equal_bits,
@@ -21,7 +22,7 @@ from parity_steps import (
 from reshard_samples import through_every_layout
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadComm, run_on_threads
-from tiny_models import TinyModel, write_hf
+from tiny_models import write_hf
 from torch import Tensor
 from transformers_oracle import loaded_logits, reference_logits
 
@@ -34,121 +35,18 @@ from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-_QWEN2 = {
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 18,
-    "shared_expert_intermediate_size": 37,
-}
-_GLM = {
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 18,
-    "routed_scaling_factor": 1.75,  # exact in float32, as in a GGUF file
-    "pad_token_id": 0,  # else an id beyond this small vocabulary
-}
-
-MODELS: dict[str, TinyModel] = {
-    "qwen2_moe": TinyModel(7, 1, 8, 56, family="qwen2_moe", own=_QWEN2),
-    "qwen2_moe, dense layers, tied": TinyModel(
-        9,
-        3,
-        6,
-        54,
-        n_layers=4,
-        tied=True,
-        family="qwen2_moe",
-        own={
-            **_QWEN2,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-            "qkv_bias": False,
-            "shared_expert_intermediate_size": 5,  # fewer than heads
-        },
-        rope=_YARN,
-    ),
-    "qwen2_moe, windows": TinyModel(
-        7,
-        7,
-        6,
-        42,
-        n_layers=4,
-        family="qwen2_moe",
-        own={
-            **_QWEN2,
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "max_window_layers": 2,  # the others see all keys, as every second layer does
-            "mlp_only_layers": [0],
-        },
-    ),
-    "glm4_moe": TinyModel(7, 1, 8, 56, n_layers=3, family="glm4_moe", own=_GLM),
-    "glm4_moe, groups, biases, tied": TinyModel(
-        9,
-        3,
-        8,
-        54,
-        tied=True,
-        family="glm4_moe",
-        own={
-            **_GLM,
-            "n_group": 3,
-            "topk_group": 2,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "first_k_dense_replace": 0,
-            "norm_topk_prob": False,
-        },
-    ),
-    "glm4_moe, two shared experts": TinyModel(
-        7,
-        7,
-        12,
-        42,
-        n_layers=3,
-        family="glm4_moe",
-        own={
-            **_GLM,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 2,
-            "use_qk_norm": True,
-        },
-        rope={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
-    ),
-    "qwen3_moe, dense layers": TinyModel(
-        7,
-        1,
-        6,
-        42,
-        n_layers=3,
-        family="qwen3_moe",
-        own={
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 18,
-            "decoder_sparse_step": 2,
-        },
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3) for name, tiny in MODELS.items()
+        name: write_hf(tiny, tmp_path_factory.mktemp("hf"), seed=3)
+        for name, tiny in SHARED_EXPERTS.items()
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
 def test_logits_match_transformers_at_each_tp_size(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], SHARED_EXPERTS[name].tokens
     assert_parity(folder, tokens, reference_logits(folder, tokens), (1, 2, 3, 5, 7))
 
 
@@ -159,7 +57,7 @@ def test_logits_match_transformers_at_each_tp_size(name, folders):
 )
 def test_shared_expert_is_sharded_over_all_ranks_in_every_split(folders, cut):
     name = "qwen2_moe, dense layers, tied"
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], SHARED_EXPERTS[name].tokens
     expected = reference_logits(folder, tokens)
     for logits in run_on_threads(3, cut_logits, folder, tokens, cut):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
@@ -169,9 +67,9 @@ def test_shared_expert_is_sharded_over_all_ranks_in_every_split(folders, cut):
         assert [n for shard in shards for n in shard.extent(axis)] == list(range(size))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
 def test_exact_sums_give_the_same_bits_on_any_number_of_ranks(name, folders):
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], SHARED_EXPERTS[name].tokens
     assert_equal_bits(folder, tokens, (3, 5))
 
 
@@ -196,21 +94,21 @@ def logits_and_counts(
 
 def test_a_shared_expert_costs_no_collective(folders):
     name = "qwen2_moe"
-    folder, tokens = folders[name], MODELS[name].tokens
+    folder, tokens = folders[name], SHARED_EXPERTS[name].tokens
     for _, counts in run_on_threads(3, logits_and_counts, folder, tokens):
-        assert counts == {"all_reduce": 2 * MODELS[name].n_layers + 1, "all_gather": 1}
+        assert counts == {"all_reduce": 2 * SHARED_EXPERTS[name].n_layers + 1, "all_gather": 1}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SHARED_EXPERTS)
 def test_reshard_through_every_layout_keeps_transformers_logits(name, folders, tmp_path):
-    folder, tokens = through_every_layout(folders[name], tmp_path), MODELS[name].tokens
+    folder, tokens = through_every_layout(folders[name], tmp_path), SHARED_EXPERTS[name].tokens
     logits, expected = loaded_logits(folder, tokens), reference_logits(folders[name], tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
 
 def test_multi_token_prediction_layers_are_ignored(folders, tmp_path):
     """These layers follow the last layer; a GGUF header counts them, config.json does not."""
-    tokens = MODELS["glm4_moe"].tokens
+    tokens = SHARED_EXPERTS["glm4_moe"].tokens
     folder = rounded(shutil.copytree(folders["glm4_moe"], tmp_path / "copy"))
     expected = reference_logits(folder, tokens)
     weights = load_file(folder / "model.safetensors")

@@ -1,10 +1,11 @@
 """Compares the results of a model run in several ways, bit by bit."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ranks import Pools, RankFailed
-from ways import Completions, Way, run_alone, run_way
+from ways import Completions, Way, random_company, random_way, run_alone, run_way
 
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.setup import ModelSetup
@@ -61,6 +62,11 @@ class Comparison:
             self.n_logprobs += len(drawn)
             if drawn != found:
                 self.differences.append(f"request {request.index}: decode {drawn}, prefill {found}")
+
+    def compare_some(self, rng: random.Random, n_ranks: int, pp: int) -> None:
+        """Run some of the requests in a random way on `n_ranks` ranks in `pp` stages."""
+        requests = random_company(rng, self.requests)
+        self.compare(random_way(rng, self.config, requests, n_ranks, pp))
 
     def compare(self, way: Way) -> Completions:
         """Run a way, and compare the results of every rank. Returns: those of rank 0."""

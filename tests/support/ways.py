@@ -13,12 +13,10 @@ from parity_steps import make_stage_comm
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.setup import ModelSetup
-from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import PART_KEYS
 from parallel_llama.request import Completion, Request, SamplingParams
 
-MAX_RANKS = 9
 MAX_GUESTS = 16
 
 Completions = dict[tuple[int, int], Completion]  # by request and choice
@@ -49,34 +47,28 @@ class Way:
 
 def random_way(
     rng: random.Random,
-    args: ModelArgs,
     config: LLMConfig,
     requests: Sequence[Request],
-    n_ranks: int | None = None,
+    n_ranks: int,
+    pp: int = 1,
 ) -> Way:
-    """A random way to run the model of `config`.
-
-    Args:
-        n_ranks: the number of ranks, and all requests run; by default both are random, and some of
-            the requests run.
-    """
-    most_stages = min(3, args.n_layers, n_ranks or MAX_RANKS)
-    least_stages = 1 if n_ranks is None else -(-n_ranks // args.n_heads)
-    pp = rng.choice([least_stages] * 2 + [rng.randint(least_stages, most_stages)])
-    size = n_ranks or rng.randint(max(2, pp), min(MAX_RANKS, args.n_heads * pp))
-    if n_ranks is None:
-        most_guests = rng.choice([4, min(MAX_GUESTS, len(requests))])
-        requests = rng.sample(requests, rng.randint(1, most_guests))
+    """A random way to run requests to the model of `config` on `n_ranks` ranks in `pp` stages."""
     changed = replace(
         config,
-        tp_size=size,
+        tp_size=n_ranks,
         pp=pp,
-        memory=rng.choice([None, [rng.randint(2, 12) for _ in range(size)]]),
+        memory=rng.choice([None, [rng.randint(2, 12) for _ in range(n_ranks)]]),
         kv_split=rng.choice(["heads", "sequence"]) if pp == 1 else "heads",
     )
     # Several threads on each of many ranks take long on few cores.
-    n_threads = rng.choice([1, 2] if size <= 3 else [1, 1, 1, 1, 2])
+    n_threads = rng.choice([1, 2] if n_ranks <= 3 else [1, 1, 1, 1, 2])
     return Way(changed, n_threads, _random_mix(rng, changed, requests))
+
+
+def random_company(rng: random.Random, requests: Sequence[Request]) -> list[Request]:
+    """1 to MAX_GUESTS of the requests, often 4 at most."""
+    most = rng.choice([4, min(MAX_GUESTS, len(requests))])
+    return rng.sample(requests, rng.randint(1, most))
 
 
 def _random_mix(rng: random.Random, config: LLMConfig, requests: Sequence[Request]) -> Mix:

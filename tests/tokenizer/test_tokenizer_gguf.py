@@ -197,6 +197,8 @@ def test_special_token_beyond_the_vocabulary_is_left_out_with_a_warning(tmp_path
 def mistral_folder(folder: Path, **changes: Any) -> None:
     """Writes a tokenizer.model and a tokenizer.json with one more token, as transformers 5 does."""
     contents = json.loads(real_tokenizer_files()["sentencepiece"])
+    # transformers writes merges of spaces first, although tokenizer.model scores spaces lowest.
+    contents["model"]["merges"].sort(key=lambda merge: set("".join(merge)) == {"\u2581"})
     token = contents["added_tokens"][0]
     contents["added_tokens"].append({**token, "id": 32000, "content": "<|im_end|>", **changes})
     (folder / "tokenizer.json").write_text(json.dumps(contents))
