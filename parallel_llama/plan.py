@@ -576,7 +576,7 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
 def _shard_by_token(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     """Shard the KV cache by token, unless all ranks have the same number of KV heads."""
     max_kv_heads = max(shard.n_local_kv_heads for shard in shards)
-    if max_kv_heads * len(shards) <= args.n_kv_heads:  # no KV head is replicated
+    if max_kv_heads * len(shards) <= args.n_kv_heads:
         return shards
     if args.attention_sinks:
         raise UsageError("attention sinks cannot be combined with sharding by sequence; drop one")

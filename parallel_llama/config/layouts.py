@@ -166,8 +166,9 @@ def why_decoded(
             reason = "native folders store them as they are, and products need the decoded values"
         elif files.kind == "hf":
             reason = (
-                "only 4-bit GPTQ and AWQ in consecutive groups of 32, 64 or 128, and integers "
-                "with 16-bit scales and no zero points (4-bit groups may have them) stay as stored"
+                "only 4-bit GPTQ and AWQ in consecutive groups of 32, 64 or 128, and 8-bit or "
+                "packed 4-bit integers with 16-bit scales and no zero points (4-bit groups may "
+                "have them) stay as stored"
             )
             if parts := LAYOUTS[files.kind].not_applied(files):
                 reason = f"{' and '.join(parts)} are not rounded, although config.json asks for it"

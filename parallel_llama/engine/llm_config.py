@@ -174,9 +174,9 @@ class LLMConfig:
             the shares are equal, and only the free memory limits them.
         speeds: the speed of each rank, in any unit. The ranks' shares are in proportion to the
             speeds, as far as `memory` allows.
-        dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA, and
-            on the CPU the dtype that the files state, or float32. The CPU keeps weights in 16 bits
-            and computes in float32.
+        dtype: float32, bfloat16, float16 or float64. By default float64 for a float64 model; for
+            others bfloat16 on CUDA, and on the CPU the dtype that the files state, or float32. The
+            CPU keeps weights in 16 bits and computes in float32.
         quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
             32 inputs; stored keeps the files' own quantisation; none decodes the weights. By
             default stored if the files can run as stored, else none; none for the model smollm2.
