@@ -84,6 +84,16 @@ def test_probes_request_keyless_routes_at_server_port():
     assert not matches(SERVICE["spec"]["selector"], labels("1"))
 
 
+def test_service_leaves_the_name_of_the_set_to_the_controller():
+    """Regression: the controller did not create its headless service, because the name was taken.
+
+    Without that service, the name of the leader has no address before the leader is ready.
+    """
+    assert SERVICE["metadata"]["name"] != SERVER["metadata"]["name"]
+    first_line = (FOLDER / "service.yaml").read_text().partition("\n")[0]
+    assert f"http://{SERVICE['metadata']['name']} " in first_line
+
+
 def sleep_of(pod: Any) -> int:
     program, seconds = rank_of(pod)["lifecycle"]["preStop"]["exec"]["command"]
     assert program == "sleep"
