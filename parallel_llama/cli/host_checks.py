@@ -26,12 +26,12 @@ from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.parallel.device_choice import choose_device, count_gpus, ranks_sharing_gpus
 from parallel_llama.parallel.launch import threads_per_rank
-from parallel_llama.parallel.rank_env import SECRET_FD, is_started_as_rank, local_world, world
+from parallel_llama.parallel.rank_env import SECRET_FD, is_started_as_rank, ranks_here, world
 
 
 def host_of(n_ranks: int, needs: Needs | None, port: int = 0) -> Host:
     """This process's host, for `n_ranks` ranks in all."""
-    _, n_local = local_world(n_ranks)
+    _, n_local = ranks_here(n_ranks)
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
     threads = (
         int(omp_threads)
@@ -48,7 +48,7 @@ def needs_of(
 
     Raises: UsageError if there is no plan for that many ranks.
     """
-    local_rank, n_local = local_world(n_ranks)
+    local_rank, n_local = ranks_here(n_ranks)
     n_gpus = count_gpus()
     _, n_sharing = ranks_sharing_gpus(flags[DEVICE], n_ranks, n_gpus)
     if choose_device(flags[DEVICE], n_sharing, n_gpus) != "cpu":
@@ -98,7 +98,7 @@ def warn_of_host(
     flags: Flags, model: str, files: ModelFiles, args: ModelArgs, n_ranks: int
 ) -> None:
     """Warns about faults of the host, once per host: not in ranks that this run starts."""
-    if SECRET_FD in os.environ or local_world(n_ranks)[0] > 0:
+    if SECRET_FD in os.environ or ranks_here(n_ranks)[0] > 0:
         return
     for check in startup_checks(host_of(n_ranks, needs_of(flags, model, files, args, n_ranks))):
         warn(f"{check.id}: {check.seen}; try: {check.remedy}")

@@ -37,7 +37,7 @@ from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import Scores, choose_ops
 from parallel_llama.ops.formats import kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.parallel.rank_env import local_world
+from parallel_llama.parallel.rank_env import ranks_here
 from parallel_llama.plan import ShardPlan, make_plan
 
 # Limits on the bytes that a rank hashes and on the time for layers, which keep the command quick.
@@ -82,7 +82,7 @@ def _manifest(setup: ModelSetup, digests: dict[str, str], on_bytes: Callable[[in
     if manifest is None:
         seen = f"samples of {len(digests)} files equal on all ranks; structure valid; no {MANIFEST}"
         return Check("files", "pass", seen)
-    local_rank, n_local = local_world(setup.size)
+    local_rank, n_local = ranks_here(setup.size)
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
     chosen: list[str] = []
     n_bytes = 0

@@ -45,6 +45,7 @@ _REMEDIES: Mapping[str, str] = {  # by a part of the message of a RankError
     "late: no progress": "ps -eo pid,stat,pcpu,args --sort=-pcpu | head (is the rank running?)",
     "never joined": "start the missing ranks, with the same MASTER_ADDR and MASTER_PORT",
     "found no other rank": "set MASTER_ADDR and MASTER_PORT to those of rank 0 (see ss -ltnp)",
+    "another program uses this port": "on all hosts: export MASTER_PORT=PORT, a free one (ss -ltn)",
     "cannot listen at": "on all hosts: export MASTER_ADDR=ADDRESS of rank 0 (hostname -I)",
     "cannot connect to the other ranks": "export GLOO_SOCKET_IFNAME=INTERFACE (ip -br addr)",
     "different collectives": "install the same version on all hosts",

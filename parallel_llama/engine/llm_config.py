@@ -186,8 +186,8 @@ class LLMConfig:
         random_weights: seed of random weights, for a model that is only a configuration.
         slice_of: (rank, n_ranks) runs a single rank with random weights in the shape of one rank of
             n_ranks, without communication. Its timing is meaningful, its tokens are not.
-        verify: compare every file with the folder's manifest before reading it; each rank verifies
-            a part of the files.
+        verify: compare every file with the folder's manifest before reading it; the ranks of a
+            host each verify a part of its files.
         download: download the missing files of `model`, if `model` names a model on the Hugging
             Face hub. The first rank of each host downloads the files before the ranks connect.
         kv_cache_bytes: memory for the KV cache of each rank. By default a part of the free memory.

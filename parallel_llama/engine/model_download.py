@@ -16,7 +16,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.files.hub_cache import HubName, hub_folder
 from parallel_llama.files.model_files import missing_from_hub
 from parallel_llama.files.partial_output import is_locked, take_lock
-from parallel_llama.parallel.rank_env import local_world, world
+from parallel_llama.parallel.rank_env import ranks_here, world
 
 _POLL_S = 0.2
 
@@ -41,7 +41,7 @@ def require_downloaded(
     name = missing_from_hub(model)
     if name is None:
         return
-    local_rank, _ = local_world(world()[1])
+    local_rank, _ = ranks_here(world()[1])
     if local_rank > 0:
         _await_download(model, name, limit_s)
         return

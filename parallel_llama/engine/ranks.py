@@ -52,11 +52,10 @@ from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.linked_ranks import Link, Links, link_ranks
 from parallel_llama.parallel.rank_env import (
     RankEnv,
-    is_one_host,
     is_started_as_rank,
     is_watched,
-    known_local_world,
     launcher_name,
+    ranks_here,
     write_in_background,
 )
 from parallel_llama.parallel.rank_stacks import record_stacks
@@ -624,9 +623,7 @@ def _keep_within_quota(size: int) -> None:
     The ranks of a host share its quota. They may not share its cores: many launchers give each rank
     cores of its own, and torch starts at most one thread for each core of a process.
     """
-    _, n_local = known_local_world()
-    if n_local is None:
-        n_local = size if is_one_host(size) else 1
+    _, n_local = ranks_here(size)
     quota = cpu_quota() / n_local
     if quota < torch.get_num_threads():
         torch.set_num_threads(max(1, int(quota)))

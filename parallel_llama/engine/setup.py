@@ -58,7 +58,7 @@ from parallel_llama.parallel.device_choice import (
     too_few,
 )
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.parallel.rank_env import is_one_host, is_started_as_rank, world
+from parallel_llama.parallel.rank_env import is_one_host, is_started_as_rank, ranks_here, world
 from parallel_llama.plan import make_plan, resolve_exact, stage_sizes, why_unrecorded
 from parallel_llama.shares import choose_shares
 
@@ -88,7 +88,8 @@ class ModelSetup:
             require_downloaded(config.model, config.start_timeout_s)
         if config.verify:
             model = config.model if inputs is None else str(inputs.files.path)
-            require_whole(model, part=slice(world()[0], None, self.size))
+            rank, n_ranks = ranks_here(self.size)  # each host may have a copy of its own
+            require_whole(model, part=slice(rank, None, n_ranks))
         self.inputs = inputs or _input_processor(config)
         self.args, files = self.inputs.args, self.inputs.files
         # This is sent to the other ranks, so it has the context length of `inputs`.

@@ -31,6 +31,8 @@ _REPLY_S = 5.0  # for each message of the handshake
 _MAX_UNPROVEN = 64  # connections that are authenticating at a time
 _ACCEPT_S = 0.1
 _REDIAL_S = 0.02
+# A host that has lost power does not answer, and `on_wait` is only called between attempts.
+_ATTEMPT_S = 1.0
 
 # A host that has lost power or its network sends nothing, not even a FIN.
 _KEEPALIVE = {
@@ -97,7 +99,10 @@ def _dial_until(
 ) -> socket.socket:
     while True:
         try:
-            return _dial(rank, other, address, key, deadline)
+            attempt_s = max(0.1, deadline - time.monotonic())
+            if on_wait is not None:
+                attempt_s = min(attempt_s, _ATTEMPT_S)
+            return _dial(rank, other, address, key, deadline, attempt_s)
         except NotConnected:
             if on_wait is None or time.monotonic() > deadline:
                 raise
@@ -106,11 +111,12 @@ def _dial_until(
 
 
 def _dial(
-    rank: int, other: int, address: tuple[str, int], key: bytes, deadline: float
+    rank: int, other: int, address: tuple[str, int], key: bytes, deadline: float, attempt_s: float
 ) -> socket.socket:
+    """Connects within `attempt_s` seconds, and completes the handshake before the deadline."""
     where = f"{address[0]}:{address[1]}"
     try:
-        sock = socket.create_connection(address, max(0.1, deadline - time.monotonic()))
+        sock = socket.create_connection(address, attempt_s)
     except OSError as error:
         raise NotConnected(f"rank {other} at {where}: {error.strerror or error}") from error
     try:

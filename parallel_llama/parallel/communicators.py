@@ -83,6 +83,8 @@ def use_device(device: torch.device) -> None:
 
 _CONNECT_S = 0.05
 _LISTEN_S = 0.1
+# How long a second rank 0 waits for the first one to publish its RankInfo.
+_OTHER_RANK_0_S = 5.0
 _SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
 # How long a rank that gives up before joining waits for the other ranks to read its objection.
 _GIVE_UP_S = 15.0
@@ -421,9 +423,32 @@ def _silent_stdout() -> Iterator[None]:
 
 
 def _open_store(env: RankEnv, limit_s: float) -> SealedStore:
-    """The store of the ranks, owned by rank 0 or by torchrun."""
-    listen_fd = None if env.has_agent_store or env.rank > 0 else _bound_socket(env)
-    return _connect_to_store(env, limit_s, listen_fd)
+    """The store of the ranks, owned by rank 0 or by torchrun.
+
+    If another process is rank 0 of this run, a second rank 0 connects to the store of the first
+    one, and the rendezvous names both.
+
+    Raises: RankError if another program uses rank 0's port.
+    """
+    if env.has_agent_store or env.rank > 0:
+        return _connect_to_store(env, limit_s)
+    listen_fd = _bound_socket(env)
+    if listen_fd is not None:
+        return _connect_to_store(env, limit_s, listen_fd)
+    wait_s = min(_OTHER_RANK_0_S, limit_s / 2)
+
+    def connect_to_other_rank_0() -> SealedStore:
+        store = _connect_to_store(env, wait_s)
+        store.wait(["info/0"], timedelta(seconds=wait_s))
+        return store
+
+    try:
+        return within(wait_s, connect_to_other_rank_0)
+    except (RuntimeError, TimeoutError) as error:
+        raise RankError(
+            f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="
+            f"{env.port}: another program uses this port; give all ranks another MASTER_PORT"
+        ) from error
 
 
 def _connect_to_store(env: RankEnv, limit_s: float, listen_fd: int | None = None) -> SealedStore:
@@ -471,7 +496,7 @@ def _bound_socket(env: RankEnv) -> int | None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # the rendezvous detects a second rank 0
+        if error.errno == errno.EADDRINUSE:
             return None
         raise RankError(
             f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="

@@ -69,19 +69,19 @@ _SLURM = (
     "add this line before srun: export MASTER_PORT=29500 "
     'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 )
+_MPIEXEC = _Launcher(
+    "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+    "add -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 to mpiexec, where rank 0 runs on HOST",
+)  # fmt: skip
+_SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", _SLURM)
 _LAUNCHERS = (
     _Launcher(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, where rank 0 runs on HOST",
     ),
-    _Launcher(
-        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
-        "add -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 to mpiexec, where rank 0 runs on HOST",
-    ),
-    _Launcher(
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", _SLURM
-    ),
+    _MPIEXEC,
+    _SRUN,
     _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", _SLURM),
 )  # fmt: skip
 
@@ -94,11 +94,29 @@ def _launcher() -> _Launcher | None:
     """
     if _TORCHRUN.rank in os.environ or _TORCHRUN.size in os.environ:
         return _TORCHRUN
-    for launcher in _LAUNCHERS:
-        if launcher.rank in os.environ and launcher.size in os.environ:
-            is_script = launcher.size == "SLURM_NTASKS" and os.environ.get("ENVIRONMENT") == "BATCH"
-            return None if is_script or os.environ[launcher.size] == "1" else launcher
-    return None
+    launcher = next(iter(_launchers_found()), None)
+    if launcher is None:
+        return None
+    is_script = launcher.size == "SLURM_NTASKS" and os.environ.get("ENVIRONMENT") == "BATCH"
+    return None if is_script or os.environ[launcher.size] == "1" else launcher
+
+
+def _launchers_found() -> list[_Launcher]:
+    """The launchers, without torchrun, whose rank and size are set; the first one has precedence.
+
+    With PMI-2, srun also sets the rank and size of mpiexec, but not mpiexec's local rank.
+    """
+    is_srun = _MPIEXEC.local_rank not in os.environ and _values(_MPIEXEC) == _values(_SRUN)
+    return [
+        launcher
+        for launcher in _LAUNCHERS
+        if None not in _values(launcher) and not (launcher is _MPIEXEC and is_srun)
+    ]
+
+
+def _values(launcher: _Launcher) -> tuple[str | None, str | None]:
+    """The values of the rank and of the number of ranks that this launcher sets."""
+    return os.environ.get(launcher.rank), os.environ.get(launcher.size)
 
 
 def world() -> tuple[int, int]:
@@ -126,6 +144,24 @@ def local_world(size: int) -> tuple[int, int]:
     if local_rank is None:
         return world()
     return local_rank, world()[1] if n_local is None else n_local
+
+
+def ranks_here(size: int) -> tuple[int, int]:
+    """This process's rank among the ranks that certainly are on its host, and their number.
+
+    If no environment variable gives the number of ranks on this host, a rank counts as alone on its
+    host, unless `is_one_host`. `local_world` assumes one host instead.
+
+    Raises: UsageError like `world`.
+    """
+    if _launcher() is None:
+        return 0, size
+    local_rank, n_local = known_local_world()
+    if local_rank is None or n_local is None:
+        return world() if is_one_host(size) else (0, 1)
+    # With --virtual-local-rank of torchrun, each rank is local rank 0. torchrun numbers the ranks
+    # of a host consecutively.
+    return world()[0] % n_local if is_watched() else local_rank, n_local
 
 
 def is_one_host(size: int) -> bool:
@@ -174,11 +210,8 @@ def _host_launcher() -> _Launcher | None:
     launcher = _launcher()
     if launcher is not _TORCHRUN or _TORCHRUN.local_size in os.environ:
         return launcher
-    rank_and_size = [os.environ.get(name) for name in (_TORCHRUN.rank, _TORCHRUN.size)]
-    for other in _LAUNCHERS:
-        if [os.environ.get(name) for name in (other.rank, other.size)] == rank_and_size:
-            return other
-    return launcher
+    others = (other for other in _launchers_found() if _values(other) == _values(_TORCHRUN))
+    return next(others, launcher)
 
 
 def requests_gpu_per_rank() -> bool:

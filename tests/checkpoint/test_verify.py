@@ -23,9 +23,12 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import write_chat_folder
 from torch_archives import rewritten
 
-from parallel_llama.checkpoint.manifest import read_manifest, write_manifest
+from parallel_llama.checkpoint import file_manifest
+from parallel_llama.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.families import parameters
 
 DATA_FLIPS = 24  # of each folder, anywhere in its weight files
@@ -653,6 +656,36 @@ def test_damaged_model_does_not_generate(chat_folder, tmp_path, capfd, file, npr
     assert out == ""
     assert path.name in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("own", "n_local"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, 2),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}, 2),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 1),
+        ({"MASTER_ADDR": "10.0.0.1"}, 1),
+        ({"MASTER_ADDR": "127.0.0.1"}, 2),
+    ],
+    ids=["one host", "virtual local ranks", "two hosts", "unknown hosts", "loopback"],
+)
+def test_ranks_of_a_host_together_verify_all_files_of_its_copy(
+    chat_folder, monkeypatch, own, n_local
+):
+    """Regression: each of two hosts with one rank verified only half of the files of its copy."""
+    hashed: list[str] = []
+
+    def record(path: Path, *_: object) -> str:
+        hashed.append(path.name)
+        return hash_file(path)
+
+    monkeypatch.setattr(file_manifest, "hash_file", record)
+    for rank in range(2):
+        local_rank = {"LOCAL_RANK": str(rank)} if "LOCAL_WORLD_SIZE" in own else {}
+        for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", **local_rank, **own}.items():
+            monkeypatch.setenv(name, value)
+        ModelSetup(LLMConfig(str(chat_folder), device="cpu", verify=True))
+    assert sorted(hashed) == sorted([*read_manifest(chat_folder).files] * (2 // n_local))
 
 
 @pytest.mark.parametrize("verb", ["generate", "score"])

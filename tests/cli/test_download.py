@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from commands import run_command
+from commands import run_command, run_python
 from hub_server import Hub, hub_server
 
 from parallel_llama.files.hub_cache import hub_folder
@@ -126,3 +126,13 @@ def test_one_rank_of_a_host_downloads_for_all(hub):
     assert hub.fetched() == needed(hub)
     snapshots = hub_folder(NAME) / "snapshots"
     assert {lines[-1] for lines in shown} == {path.name for path in snapshots.iterdir()}
+
+
+def test_rank_on_an_unknown_host_downloads_the_model_itself(hub, monkeypatch):
+    """Regression: rank 1 waited for rank 0, which may be on another host."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    code = "from parallel_llama.engine.model_download import require_downloaded as require\n"
+    done = run_python("-c", f"{code}require({NAME!r}, 1)")
+    assert done.returncode == 0, done.stderr
+    assert hub.fetched() == needed(hub)

@@ -377,7 +377,7 @@ def test_files_above_the_limit_are_not_hashed(tmp_path, monkeypatch):
     setup = ModelSetup(LLMConfig(str(folder)))
     checks = []
     for local_rank in range(n_files):
-        monkeypatch.setattr(layers, "local_world", lambda _, rank=local_rank: (rank, n_files))
+        monkeypatch.setattr(layers, "ranks_here", lambda _, rank=local_rank: (rank, n_files))
         checks.append(layers.files(Solo(), setup))
     assert {check.status for check in checks} == {"pass"}
     assert checks[-1].seen.startswith("0 files equal to manifest.json; 1 not hashed")

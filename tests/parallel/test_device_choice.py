@@ -13,7 +13,7 @@ from parallel_llama.parallel.communicators import own_device, use_device
 from parallel_llama.parallel.device_choice import choose_device, count_gpus, ranks_sharing_gpus
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.handshake import RankInfo, require_own_gpus
-from parallel_llama.parallel.rank_env import is_one_host, local_world, world
+from parallel_llama.parallel.rank_env import is_one_host, local_world, ranks_here, world
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,7 @@ SRUN = {
     "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }  # fmt: skip
+PMI2 = {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "7", "PMI_JOBID": "9.0"}
 ONE_EACH = {**SRUN, "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -114,6 +115,8 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "1"}
         (SRUN, False),
         (SRUN | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4",
                  "SLURM_PROCID": "1", "SLURM_NODEID": "0"}, True),
+        (PMI2, False),
+        (PMI2 | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, True),
         (MPIRUN, False),
         (BY_HAND | {"MASTER_ADDR": "host0"}, False),
         (BY_HAND | {"MASTER_ADDR": "10.0.0.1"}, False),
@@ -141,6 +144,7 @@ CPU, REFUSED = "cpu", "4 ranks on this host and 1 GPU, but"
         (SRUN, 4, 4, 1, 1),
         (SRUN, 1, 1, CPU, 0),
         (SRUN | HIDDEN, 4, 1, 0, 0),
+        (PMI2, 4, 4, 1, 1),
         (ONE_EACH, 1, 1, 0, 0),
         (ONE_EACH, 4, 1, 0, 0),
         ({**SRUN, "SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:2"}, 2, 2, 0, 0),
@@ -159,6 +163,7 @@ CPU, REFUSED = "cpu", "4 ranks on this host and 1 GPU, but"
         # srun and mpirun start a script that sets torchrun's variables.
         ({**SRUN, **BY_HAND, "LOCAL_RANK": "1"}, 4, 4, 1, 1),
         ({**SRUN, **BY_HAND}, 4, 4, 1, 1),
+        ({**PMI2, **BY_HAND}, 4, 4, 1, 1),
         ({**ONE_EACH, **BY_HAND, "LOCAL_RANK": "1"}, 1, 1, 0, 0),
         ({**MPIRUN, **BY_HAND}, 4, 4, 1, 1),
         ({}, 2, 2, CPU, "8 ranks on this host and 2 GPUs"),
@@ -209,6 +214,29 @@ def test_script_in_srun_uses_slurm_local_world_if_ranks_agree(
     assert local_world(8) == (1, 4)
     put({"RANK": "4"})  # another launcher's rank
     assert local_world(8) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, (0, 8)),
+        (TORCHRUN, (1, 4)),
+        (VIRTUAL, (1, 4)),
+        (SRUN, (1, 4)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,5", "SLURM_LOCALID": "2"}, (2, 5)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, (0, 1)),
+        (PMI2, (1, 4)),
+        (MPIRUN, (1, 4)),
+        ({**SRUN, **BY_HAND}, (1, 4)),
+        (BY_HAND | {"MASTER_ADDR": "10.0.0.1"}, (0, 1)),
+        (BY_HAND | {"MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "1"}, (0, 1)),
+        (BY_HAND | {"MASTER_ADDR": "127.0.0.1"}, (5, 8)),
+    ],
+)
+def test_ranks_count_as_being_here_only_if_the_environment_proves_it(put, env, expected):
+    """Regression: ranks started by hand on several hosts counted as ranks of each host."""
+    put(env)
+    assert ranks_here(8) == expected
 
 
 def test_use_device_sets_the_gpu_of_the_calling_thread(monkeypatch):

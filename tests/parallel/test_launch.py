@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -481,6 +482,26 @@ def test_secret_that_is_short_or_readable_by_others_is_refused(put, tmp_path, se
         rank_env()
 
 
+def test_rank_0_refuses_a_port_that_another_program_uses():
+    """Regression: rank 0 waited for the start timeout, and reported that it did not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        env = RankEnv(0, 2, "127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(RankError, match="another program uses this port; give all ranks"):
+            communicators._open_store(env, 4.0)
+
+
+def test_rank_0_refuses_the_store_of_another_run():
+    """Regression: all ranks met at that store, and were lost when the other run ended."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        own = RankEnv(0, 2, "127.0.0.1", bound.getsockname()[1])
+        fd = os.dup(bound.fileno())
+    other = communicators._open_store(replace(own, run="another", listen_fd=fd), 60.0)
+    other.set("info/0", "")
+    with pytest.raises(RankError, match="another program uses this port"):
+        communicators._open_store(own, 4.0)
+
+
 def store_address(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> str:
     """Where rank 0 listens if MASTER_ADDR is a name with these addresses."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
@@ -795,6 +816,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+PMI2 = {**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3"}  # of srun --mpi=pmi2
 ALONE = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 SHELL = {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "5"}  # of salloc
 
@@ -810,6 +832,15 @@ SHELL = {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "5"}  # of salloc
         # torchrun within srun, and mpirun within a job of Slurm
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "2"}, ((0, 2), (0, 2))),
         ({**SRUN, **MPIRUN}, ((4, 5), (1, 2))),
+        (PMI2, ((2, 3), (0, 1))),
+        # mpiexec within a task or a batch script of Slurm, also without local ranks
+        ({**SRUN, **PMI}, ((1, 3), (0, 1))),
+        ({**ALONE, "PMI_RANK": "1", "PMI_SIZE": "3"}, ((1, 3), (1, 3))),
+        (
+            {**SHELL, "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
+            | {"PMI_RANK": "0", "PMI_SIZE": "8"},
+            ((0, 8), (0, 8)),
+        ),
     ],
 )
 def test_tasks_of_slurm_and_mpi_know_their_rank(put, env, expected):
@@ -850,6 +881,7 @@ def test_inherited_secret_that_is_short_is_refused(put):
         (SRUN, "export MASTER_PORT=29500 MASTER_ADDR=$(scontrol show hostnames "),
         (MPIRUN, "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"),
         (PMI, "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"),
+        (PMI2, "export MASTER_PORT=29500 MASTER_ADDR=$(scontrol show hostnames "),
     ],
 )
 def test_missing_master_addr_error_has_a_line_for_the_launcher(put, env, line):

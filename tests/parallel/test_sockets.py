@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from ipaddress import IPv4Address
 from pathlib import Path
 
@@ -410,6 +410,25 @@ def test_error_names_the_ranks_that_do_not_connect():
         pytest.raises(NotConnected, match=r"^ranks 1, 2: no connection in time$"),
     ):
         connect_all(0, listener, addresses, KEY, 0.2)
+
+
+def test_waiting_rank_notices_a_new_order_while_it_dials_a_host_that_drops_packets():
+    """Regression: one attempt to connect lasted until the time limit."""
+
+    def receive_order() -> None:
+        raise RankError("rank 0 forms a new group")
+
+    with ExitStack() as opened:
+        full = opened.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # a full backlog drops packets
+        for _ in range(4):
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        listener = opened.enter_context(listen(LOOPBACK))
+        with pytest.raises(RankError, match="rank 0 forms a new group"):
+            connect_all(1, listener, {0: full.getsockname()}, KEY, 20.0, receive_order)
 
 
 def test_all_ranks_use_gloo_if_a_rank_cannot_be_reached(ranks):
