@@ -302,6 +302,8 @@ class Request:
             long prompts, which lowers the throughput.
         fills_cache: whether max_tokens is as many as fit into the context and the KV cache. If the
             KV cache becomes smaller, max_tokens is then lowered.
+        hides_markers: whether special tokens are in the text only for the reader of the answer, so
+            that the client does not see them. Stop strings then match only between special tokens.
     """
 
     index: int
@@ -313,6 +315,7 @@ class Request:
     adapter: str | None = None
     is_interactive: bool = False
     fills_cache: bool = False
+    hides_markers: bool = False
 
     def __post_init__(self) -> None:
         if self.index < 0:
@@ -475,8 +478,16 @@ def with_outputs(
 
 
 def with_special_tokens(request: Request) -> Request:
-    """The request, with special tokens in the text of its completions."""
-    return replace(request, params=replace(request.params, skip_special_tokens=False))
+    """The request, with special tokens in the text of its completions, for an AnswerReader.
+
+    It hides them from a client that did not ask for special tokens.
+    """
+    params = request.params
+    return replace(
+        request,
+        params=replace(params, skip_special_tokens=False),
+        hides_markers=params.skip_special_tokens,
+    )
 
 
 def resolve_max_tokens(

@@ -329,13 +329,16 @@ def test_tampered_message_with_valid_value_decodes():
     assert request.params.temperature == 0.5
 
 
-def _whole(text: str, stops: list[str]) -> tuple[str, str]:
-    """The definition: the occurrence that ends first, and the longest one that ends there."""
+def _whole(text: str, stops: list[str], n_free: int = 0) -> tuple[str, str]:
+    """The definition: the occurrence that ends first, and the longest one that ends there.
+
+    Occurrences that end within the first `n_free` characters do not count.
+    """
     ends = [
         (start + len(stop), start)
         for stop in stops
         for start in range(len(text))
-        if text.startswith(stop, start)
+        if text.startswith(stop, start) and start + len(stop) > n_free
     ]
     if not ends:
         return text, ""
@@ -359,6 +362,14 @@ SHORT_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 def test_streamed_stop_search_matches_search_of_whole_text(stops, pieces):
     """Stop strings of two letters often overlap, and often contain or end each other."""
     assert _streamed(pieces, stops) == _whole("".join(pieces), stops)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(SHORT_STOPS, st.text("abc", max_size=20), st.integers(0, 9))
+def test_stop_strings_that_end_while_no_end_is_allowed_do_not_count(stops, text, n_free):
+    stream = StopChecker(stops)
+    shown = "".join(stream.push(char, may_end=n >= n_free) for n, char in enumerate(text))
+    assert (shown + stream.flush(), stream.found) == _whole(text, stops, n_free)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None)

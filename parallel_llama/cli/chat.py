@@ -29,7 +29,7 @@ from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, ending_raises
 from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError, escaped, quoted
 from parallel_llama.files.bounded_files import expanded
 from parallel_llama.files.fields import did_you_mean
-from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
+from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams, with_special_tokens
 from parallel_llama.tokenizer import Chat, Message, StreamDecoder
 from parallel_llama.tokenizer.answers import AnswerReader
 from parallel_llama.tokenizer.channels import ChannelText
@@ -100,8 +100,6 @@ class Conversation:
         from rich.console import Console
 
         self.has_markers = llm.input_processor.has_markers
-        if self.has_markers:
-            params = replace(params, skip_special_tokens=False)
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self.adapter = adapter
         self.console = Console(highlight=False, markup=False, emoji=False)
@@ -330,7 +328,8 @@ class Conversation:
         request: Request = inputs.request(0, prompt, params)
         max_tokens = min(self._max_tokens, request.max_tokens)
         params = replace(request.params, max_tokens=max_tokens)
-        return replace(request, params=params, adapter=self.adapter)
+        request = replace(request, params=params, adapter=self.adapter)
+        return with_special_tokens(request) if self.has_markers else request
 
     def _system_messages(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]

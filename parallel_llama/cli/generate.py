@@ -19,7 +19,7 @@ from parallel_llama.config.adapter import adapter_digest, load_served_adapters
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, counted, escaped, quoted
 from parallel_llama.parallel.rank_env import world
-from parallel_llama.request import Completion, Request, TokenLogprob
+from parallel_llama.request import Completion, Request, TokenLogprob, with_special_tokens
 from parallel_llama.tokenizer import Chat, text_of
 from parallel_llama.tokenizer.answers import AnswerReader, AnswerSplitter, split_answer
 
@@ -211,8 +211,13 @@ class Results:
                 write_reasoning(f"{completion.reasoning}\n\n")
             write_text(completion.text)
             print("\n", flush=True)
-        if not self.as_json and completion.logprobs is not None:
-            print("\n".join([*_logprob_rows(completion.logprobs), ""]), flush=True)
+        if self.as_json:
+            return
+        scored = [each for each in completion.prompt_logprobs or () if each is not None]
+        if scored and completion.choice == 0:
+            print("\n".join([*_logprob_rows(scored, "prompt token"), ""]), flush=True)
+        if completion.logprobs is not None:
+            print("\n".join([*_logprob_rows(completion.logprobs, "token"), ""]), flush=True)
 
     def _title(self, completion: Completion) -> str:
         number = f"{completion.index}"
@@ -255,9 +260,9 @@ def _requests(
             params = (
                 inputs.sampling_params(**{**sampling, **line.settings}) if line.settings else shared
             )
-            if _has_markers(line, inputs):
-                params = replace(params, skip_special_tokens=False)
-            requests.append(inputs.request(index, line.prompt, params, run_seed, adapter))
+            request = inputs.request(index, line.prompt, params, run_seed, adapter)
+            has_markers = _has_markers(line, inputs)
+            requests.append(with_special_tokens(request) if has_markers else request)
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests
@@ -317,8 +322,8 @@ def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: i
     return code
 
 
-def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
-    """A row per token: its log-probability, its text, and its alternatives."""
+def _logprob_rows(logprobs: Sequence[TokenLogprob], name: str) -> list[str]:
+    """A row per token: its log-probability, its text under the heading `name`, and alternatives."""
     rows = []
     for token in logprobs:
         alternatives = [
@@ -327,7 +332,7 @@ def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
         ]
         rows.append([f"{token.logprob:.3f}", repr(token.text), ", ".join(alternatives)])
     return table(
-        ["logprob", "token", "alternatives" if any(token.top for token in logprobs) else ""],
+        ["logprob", name, "alternatives" if any(token.top for token in logprobs) else ""],
         rows,
         sys.stdout,
     )

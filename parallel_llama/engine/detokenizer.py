@@ -49,26 +49,34 @@ class StopChecker:
     def __init__(self, stop: Sequence[str], shows_stop: bool = False) -> None:
         self.found = ""  # the stop string that ended the text
         self._shows_stop = shows_stop
-        self._prefix = _automaton(stop)
+        self._root = self._prefix = _automaton(stop)
         self._withheld = ""
 
-    def push(self, piece: str) -> str:
-        """Add a piece. Returns: the text that is now final; "" from the first stop string on."""
+    def push(self, piece: str, may_end: bool = True) -> str:
+        """Add a piece. Returns: the text that is now final; "" from the first stop string on.
+
+        With `may_end` false, stop strings that end in this piece do not end the text.
+        """
         if self.found:
             return ""
         text = self._withheld + piece
         for n_read, char in enumerate(piece, len(self._withheld) + 1):
             self._prefix = self._prefix.step(char)
-            if n_match := self._prefix.n_match:
+            if may_end and (n_match := self._prefix.n_match):
                 self.found, self._withheld = text[n_read - n_match : n_read], ""
                 return text[: n_read if self._shows_stop else n_read - n_match]
+        while not self._prefix.longer and self._prefix.shorter:  # a stop string that did not count
+            self._prefix = self._prefix.shorter
         n_shown = len(text) - self._prefix.length
         self._withheld = text[n_shown:]
         return text[:n_shown]
 
     def flush(self) -> str:
-        """End the text. Returns: the text that was held back; "" after a stop string."""
-        withheld, self._withheld = self._withheld, ""
+        """Make all text final. Returns: the text that was held back; "" after a stop string.
+
+        No stop string begins before text that is added later.
+        """
+        withheld, self._withheld, self._prefix = self._withheld, "", self._root
         return withheld
 
 
@@ -93,8 +101,9 @@ def _automaton(stop: Sequence[str]) -> _Prefix:
 class Detokenizer:
     """Builds the text of a sequence and finds its end; without a tokenizer, only its end.
 
-    A sequence ends at a stop id or stop string after the request's min_tokens. The text excludes
-    both, unless the request has include_stop_str_in_output.
+    A sequence ends at a stop id, or at a stop string that ends after the request's min_tokens. The
+    text excludes both, unless the request has include_stop_str_in_output. If the request hides
+    markers, stop strings match only in the text between special tokens.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -104,6 +113,8 @@ class Detokenizer:
             if tokenizer
             else None
         )
+        # Its `piece` is b"" for a marker. None if the request hides no markers.
+        self._visible = tokenizer.vocabulary if tokenizer and request.hides_markers else None
         self._stop = StopChecker(params.stop, shows_stop=params.include_stop_str_in_output)
         self._shown: list[str] = []
         self._n_tokens = 0
@@ -131,7 +142,10 @@ class Detokenizer:
         is_text = not is_stop or self._request.params.include_stop_str_in_output
         shown = ""
         if self._decoder is not None and is_text:
-            shown = self._show(self._check_stop_strings(self._decoder.push(token)))
+            piece = self._decoder.push(token)
+            is_marker = self._visible is not None and not self._visible.piece(token)
+            final = self._stop.flush() + piece if is_marker else self._check_stop_strings(piece)
+            shown = self._show(final)
         if is_stop or is_last:
             shown += self.close()
         return shown, is_stop or bool(self._stop.found)
@@ -144,10 +158,8 @@ class Detokenizer:
         return self._show(tail + self._stop.flush())
 
     def _check_stop_strings(self, piece: str) -> str:
-        """Search a piece for stop strings, except before min_tokens. Returns: its final text."""
-        if self._n_tokens <= self._request.params.min_tokens:
-            return piece
-        return self._stop.push(piece)
+        """Search a piece for stop strings that end after min_tokens. Returns: its final text."""
+        return self._stop.push(piece, may_end=self._n_tokens > self._request.params.min_tokens)
 
     def _show(self, piece: str) -> str:
         if piece:

@@ -369,11 +369,15 @@ class InputProcessor:
             )
 
     def _token_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of each word, at the beginning of a text and after a space."""
+        """The token ids of each word with and without a space before it.
+
+        Both at the beginning of a text and inside it: SentencePiece puts a space before a text.
+        """
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip(" ")):
                 sequences[tuple(self.tokenizer.encode(text, bos=False, special=False))] = None
+                sequences[tuple(self.tokenizer.encode_continued(text))] = None
         return tuple(filter(None, sequences))
 
     def check_sequence(self, tokens: Sequence[int]) -> None:

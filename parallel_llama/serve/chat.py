@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from secrets import token_hex
 
 from msgspec import UNSET, UnsetType
@@ -114,8 +114,7 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     template, template_vars = context.inputs.chat_template, body.chat_template_kwargs or {}
     # A client that asks for special tokens gets the model's text unchanged.
     has_channels = context.inputs.has_markers and body.skip_special_tokens is not False
-    if has_channels or (tools is not None and tools.has_special_markers):
-        params = replace(params, skip_special_tokens=False)
+    with_markers = has_channels or (tools is not None and tools.has_special_markers)
     if body.reasoning_effort is not None:
         template_vars = {"reasoning_effort": body.reasoning_effort, **template_vars}
     listed_tools = [] if tools is None else body.tools or []
@@ -131,7 +130,7 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
             template, body.messages, listed_tools, template_vars, continues, parse_special
         )
     )
-    (answer,) = await context.submit([prompt], params)
+    (answer,) = await context.submit([prompt], params, with_markers=with_markers)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
     return _Pending(context, body, answer, tools, has_channels, id, int(time.time()))
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from secrets import token_hex
 
 from msgspec import UNSET, UnsetType
@@ -26,9 +27,29 @@ from parallel_llama.serve.replies import (
 )
 from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.wire import Output
+from parallel_llama.tokenizer import StreamDecoder
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _TOKEN_BYTES = 32  # estimate of the JSON of a token, and of each of its log-probabilities
+
+
+class _TextOffsets:
+    """Counts the characters of a text before each of its tokens.
+
+    A token whose bytes end inside a character adds that character with a later token.
+
+    Args:
+        n_before: the characters before the first token.
+    """
+
+    def __init__(self, decoder: StreamDecoder, n_before: int) -> None:
+        self._decoder, self._n_chars = decoder, n_before
+
+    def take(self, tokens: Iterable[int]) -> list[int]:
+        """The text offsets of the next tokens."""
+        lengths = (len(self._decoder.push(token)) for token in tokens)
+        *offsets, self._n_chars = accumulate(lengths, initial=self._n_chars)
+        return offsets
 
 
 @dataclass(frozen=True)
@@ -78,24 +99,31 @@ class _Pending:
         ids = self.answers[number].request.prompt
         return self.context.inputs.tokenizer.decode(ids, skip_special=False)
 
-    def first_offset(self, answer: Answer, prompt: str) -> int:
-        """The text offset of the first token of an echoed prompt.
+    def prompt_offsets(self, answer: Answer, prompt: str) -> list[int]:
+        """The text offsets of the tokens of an echoed prompt; all are within the prompt.
 
-        Negative if the tokens begin with text that the prompt does not have: a bos token, or a
-        space.
+        If the tokens have more characters than the prompt, they begin with text that the prompt
+        does not have: a bos token, or a space.
         """
-        piece = self.context.inputs.tokenizer.vocabulary.piece
-        text = b"".join(piece(token, skip_special=False) for token in answer.request.prompt)
-        return min(0, len(prompt) - len(text.decode("utf-8", "replace")))
+        decoder = StreamDecoder(self.context.inputs.tokenizer, skip_special=False)
+        lengths = [len(decoder.push(token)) for token in answer.request.prompt]
+        n_extra = max(0, sum(lengths) + len(decoder.flush()) - len(prompt))
+        starts = accumulate(lengths[:-1], initial=0)
+        return [min(max(0, start - n_extra), len(prompt)) for start in starts]
+
+    def drawn_offsets(self, answer: Answer, n_before: int) -> _TextOffsets:
+        """The text offsets of a choice's drawn tokens, after `n_before` characters."""
+        request = answer.request
+        skips = request.params.skip_special_tokens
+        tokenizer = self.context.inputs.tokenizer
+        return _TextOffsets(StreamDecoder(tokenizer, request.prompt, skip_special=skips), n_before)
 
     def logprobs(
-        self, answer: Answer, scored: Sequence[TokenLogprob | None], offset: int
-    ) -> CompletionLogprobs | None:
-        if self.body.logprobs is None:
-            return None
+        self, answer: Answer, scored: Sequence[TokenLogprob | None], offsets: Sequence[int]
+    ) -> CompletionLogprobs:
         vocabulary = self.context.inputs.tokenizer.vocabulary
-        first = answer.request.prompt[0]
-        return rendering.completion_logprobs(vocabulary, scored, first, self.body.logprobs, offset)
+        first, n_top = answer.request.prompt[0], self.body.logprobs or 0
+        return rendering.completion_logprobs(vocabulary, scored, first, n_top, offsets)
 
 
 def _without_tokens(output: Output) -> Output:
@@ -211,13 +239,10 @@ def _choice(
     """A choice as JSON."""
     answer = pending.answers[number]
     reason, stop_reason = rendering.finish_reason(completion)
-    scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
-    scored += rendering.logprobs_of(outputs, completion.choice)
-    offset = pending.first_offset(answer, prompt) if pending.body.echo else 0
     choice = CompletionChoice(
         index=pending.index(number, completion.choice),
         text=prompt + completion.text,
-        logprobs=pending.logprobs(answer, scored, offset),
+        logprobs=_choice_logprobs(pending, answer, outputs, completion.choice, prompt),
         finish_reason=reason,
         stop_reason=stop_reason,
         token_ids=pending.token_ids(completion.tokens),
@@ -226,16 +251,30 @@ def _choice(
     return choice.encode()
 
 
+def _choice_logprobs(
+    pending: _Pending, answer: Answer, outputs: Sequence[Output], choice: int, prompt: str
+) -> CompletionLogprobs | None:
+    if pending.body.logprobs is None:
+        return None
+    drawn = rendering.logprobs_of(outputs, choice)
+    offsets = pending.drawn_offsets(answer, len(prompt)).take(each.token for each in drawn)
+    if not pending.body.echo:
+        return pending.logprobs(answer, drawn, offsets)
+    echoed = [None, *answer.prompt_logprobs]  # not of all tokens if the request was cancelled
+    before = pending.prompt_offsets(answer, prompt)[: len(echoed)]
+    return pending.logprobs(answer, [*echoed, *drawn], [*before, *offsets])
+
+
 async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
     """The events of all prompts, interleaved; then the usage."""
     ended: list[Completion] = []
-    shown: dict[int, int] = {}  # characters sent, by choice
+    offsets: dict[int, _TextOffsets | None] = {}  # by choice; None without log-probabilities
     merged = _merge(pending.answers)
     try:
         async for number, new in merged:
             outputs = pending.shown(new)
             yield b"".join(
-                event(pending.reply([_piece(pending, number, output, shown)]).encode())
+                event(pending.reply([_piece(pending, number, output, offsets)]).encode())
                 for output in outputs
             )
             ended += [output.completion for output in outputs if output.completion is not None]
@@ -281,20 +320,26 @@ async def _merge(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Ou
 
 
 def _piece(
-    pending: _Pending, number: int, output: Output, shown: dict[int, int]
+    pending: _Pending, number: int, output: Output, offsets: dict[int, _TextOffsets | None]
 ) -> CompletionChoice:
     answer, index = pending.answers[number], pending.index(number, output.choice)
-    is_first = index not in shown
-    text = pending.prompt_text(number) + output.text if is_first else output.text
-    offset = shown.get(index, 0)
-    shown[index] = offset + len(text)
+    is_first = index not in offsets
+    prompt = pending.prompt_text(number) if is_first else ""
+    if is_first:
+        has_logprobs = pending.body.logprobs is not None
+        offsets[index] = pending.drawn_offsets(answer, len(prompt)) if has_logprobs else None
+    logprobs: CompletionLogprobs | None = None
+    own_offsets = offsets[index]
+    if own_offsets is not None and output.logprobs:
+        new_offsets = own_offsets.take(each.token for each in output.logprobs)
+        logprobs = pending.logprobs(answer, output.logprobs, new_offsets)
     reason, stop_reason = (
         (None, None) if output.completion is None else rendering.finish_reason(output.completion)
     )
     return CompletionChoice(
         index=index,
-        text=text,
-        logprobs=pending.logprobs(answer, output.logprobs, offset) if output.logprobs else None,
+        text=prompt + output.text,
+        logprobs=logprobs,
         finish_reason=reason,
         stop_reason=stop_reason,
         token_ids=pending.token_ids(output.tokens),

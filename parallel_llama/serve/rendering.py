@@ -1,11 +1,12 @@
 """Converts the engine's outputs to the parts of OpenAI's replies."""
 
+import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
-from parallel_llama.serve.asgi import EventStream, event
-from parallel_llama.serve.errors import error_reply
+from parallel_llama.serve.asgi import EventStream, current_id, event
+from parallel_llama.serve.errors import error_reply, reason_of
 from parallel_llama.serve.replies import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -18,9 +19,11 @@ from parallel_llama.serve.replies import (
 from parallel_llama.serve.wire import Output
 from parallel_llama.tokenizer import Vocabulary
 
+logger = logging.getLogger(__name__)
+
 
 async def streamed(chunks: AsyncGenerator[bytes]) -> EventStream:
-    """A stream whose first event is ready; a later error becomes its last event.
+    """A stream whose first event is ready; a later error is logged and becomes its last event.
 
     Raises: what `chunks` raises before its first event, which can still be an HTTP error.
     """
@@ -33,7 +36,10 @@ async def _with_error(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         async for chunk in chunks:
             yield chunk
     except Exception as error:
-        yield event(error_reply(error)[1].encode())
+        reply = error_reply(error)[1]
+        fields = {"request_id": current_id.get(), **reason_of(reply.error)}
+        logger.info("failed", extra={"fields": fields})
+        yield event(reply.encode())
     finally:
         await chunks.aclose()
 
@@ -90,22 +96,21 @@ def completion_logprobs(
     scored: Sequence[TokenLogprob | None],
     first_token: int,
     n_top: int,
-    offset: int,
+    offsets: Sequence[int],
 ) -> CompletionLogprobs:
     """Log-probabilities of a text completion.
 
     Args:
         scored: one item per token; None for the first token of an echoed prompt.
         first_token: the id of that first token.
-        offset: text offset of the first token; tokens before the text have negative offsets.
+        offsets: the text offset of each token.
     """
     logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for position in scored:
+    for position, offset in zip(scored, offsets, strict=True):
         text = _token_text(vocabulary, first_token if position is None else position.token)
         logprobs.tokens.append(text)
         logprobs.token_logprobs.append(None if position is None else position.logprob)
-        logprobs.text_offset.append(max(0, offset))
-        offset += len(text)
+        logprobs.text_offset.append(offset)
         if position is None:
             logprobs.top_logprobs.append(None)
             continue

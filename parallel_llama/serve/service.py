@@ -11,7 +11,7 @@ from starlette.requests import Request as HTTPRequest
 
 from parallel_llama.engine.input_processor import InputProcessor, Prompt
 from parallel_llama.errors import UsageError
-from parallel_llama.request import Request, SamplingParams
+from parallel_llama.request import Request, SamplingParams, with_special_tokens
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.asgi import until_disconnect
 from parallel_llama.serve.engine_client import EngineClient
@@ -141,8 +141,13 @@ class RequestContext:
             return work()
         return await self.service.threads.run(work, n_bytes, self.client)
 
-    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Answer]:
+    async def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, with_markers: bool = False
+    ) -> list[Answer]:
         """Submits all prompts to the engine, or none.
+
+        Args:
+            with_markers: whether special tokens are in the text of the answers, for a reader.
 
         Raises: UsageError, NotReady, Busy.
         """
@@ -150,7 +155,7 @@ class RequestContext:
         n_choices = len(prompts) * params.n
         engine.require_room(n_choices, self.account, is_large=self.n_bytes > LARGE_WORK)
         requests = await self.in_thread(
-            lambda: _requests(self.inputs, prompts, params, self.adapter),
+            lambda: _requests(self.inputs, prompts, params, self.adapter, with_markers),
             n_choices,
             extra=_grammar_work(self.inputs, params),
             renders=any(isinstance(prompt, Chat) for prompt in prompts),
@@ -169,12 +174,13 @@ def _requests(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     adapter: str | None,
+    with_markers: bool,
 ) -> list[Request]:
     requests = []
     for index, prompt in enumerate(prompts):
         try:
             request = inputs.request(index, prompt, params, adapter=adapter, is_interactive=True)
-            requests.append(request)
+            requests.append(with_special_tokens(request) if with_markers else request)
         except UsageError as error:
             if len(prompts) == 1:
                 raise

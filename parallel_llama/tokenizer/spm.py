@@ -106,12 +106,12 @@ class SentencePieceTokenizer(Tokenizer):
             ids += spm.EncodeAsIds(part)
         return ids
 
-    def _continued(self, text: str) -> list[int]:
-        first, *others = self._specials.split(text)
+    def _continued(self, text: str, special: bool) -> list[int]:
+        first, *others = (self._specials if special else self._units).split(text)
         if isinstance(first, int):
-            return self._encoded(text, special=True)
+            return self._encoded(text, special)
         ids: list[int] = self._spm_inside.EncodeAsIds(first)
-        return ids + self._encoded(text[len(first) :], special=True) if others else ids
+        return ids + self._encoded(text[len(first) :], special) if others else ids
 
     def to_model(self) -> bytes:
         """The contents of a tokenizer.model, without tokens that other files added."""

@@ -123,15 +123,19 @@ class Tokenizer(ABC):
         first, *others = pieces
         ids = self.encode(first, bos=bos)
         for piece in filter(None, others):
-            ids += self._continued(piece)
+            ids += self._continued(piece, special=True)
         return ids
+
+    def encode_continued(self, text: str) -> list[int]:
+        """Token ids of a text, not empty, that follows other text; no part is a special token."""
+        return self._continued(text, special=False)
 
     @abstractmethod
     def _encoded(self, text: str, special: bool) -> list[int]: ...
 
-    def _continued(self, text: str) -> list[int]:
-        """Token ids of a text that follows other text, special tokens included."""
-        return self._encoded(text, special=True)
+    def _continued(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text that follows other text."""
+        return self._encoded(text, special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of a complete sequence of tokens."""
@@ -207,12 +211,15 @@ class StreamDecoder:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True
     ) -> None:
-        self._vocabulary, self._skips = tokenizer.vocabulary, True
+        self._vocabulary, self._skips = tokenizer.vocabulary, skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = True
-        for id in prompt_ids:
-            self.push(id)
-        self._skips = skip_special
+        tail = b""
+        for id in reversed(prompt_ids):
+            if len(tail) >= 3:  # an incomplete character has at most 3 bytes
+                break
+            tail = self._vocabulary.piece(id) + tail
+        self._at_start = not tail
+        self._utf8.decode(tail)
 
     def push(self, id: int) -> str:
         """The text that this token completes; it may be empty."""

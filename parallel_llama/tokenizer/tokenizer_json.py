@@ -194,7 +194,9 @@ class TokenizersTokenizer(Tokenizer):
     def _encoded(self, text: str, special: bool) -> list[int]:
         return self._encoder.encode(text, special)
 
-    def _continued(self, text: str) -> list[int]:
+    def _continued(self, text: str, special: bool) -> list[int]:
+        if not special and any(each in text for each in self.vocabulary.special_ids):
+            return self._encoded(text, special)  # the library would parse them as the anchor
         ids = self._encoded(self._anchor + text, special=True)
         return ids[1:] if self._anchor else ids
 

@@ -486,7 +486,7 @@ def test_every_rank_reads_the_schema_from_a_shell_pipe(model):
 
 
 def test_logprobs_are_shown_with_token_texts(run):
-    """Regression: text output had no log probabilities, and JSON had only token ids."""
+    """Regression: text output had no log-probabilities, and JSON had only token ids."""
     argv = ("--prompt", "Hi", "--max-tokens", "2", "--logprobs", "2", "--prompt-logprobs", "0")
     _, out, _ = run(*argv, "--json")
     line = json.loads(out)
@@ -499,6 +499,10 @@ def test_logprobs_are_shown_with_token_texts(run):
     for row, each in zip(rows, line["logprobs"], strict=False):
         assert row.split()[0] == f"{each['logprob']:.3f}"
         assert repr(each["text"]) in row and repr(each["top_texts"][1]) in row
+    rows = out.split("prompt token\n")[1].splitlines()
+    assert rows[2] == ""
+    for row, each in zip(rows[:2], line["prompt_logprobs"][1:], strict=True):
+        assert row.split() == [f"{each['logprob']:.3f}", repr(each["text"])]
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])

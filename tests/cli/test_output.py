@@ -304,7 +304,7 @@ def test_reasoning_is_shown_and_is_not_a_part_of_the_answer(monkeypatch, capsys)
     conversation = talk(monkeypatch, "one\n/continue\n", model)
     assert capsys.readouterr().out == "Hm.\n\nHi\n there\n"
     assert conversation.turns[-1] == {"role": "assistant", "content": "Hi there"}
-    assert not model.asked[0].params.skip_special_tokens
+    assert not model.asked[0].params.skip_special_tokens and model.asked[0].hides_markers
 
 
 def test_continued_answer_keeps_its_line_breaks(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from tiny_folder import write_tokenizer
 
 from parallel_llama.engine.detokenizer import Detokenizer
-from parallel_llama.request import Request, SamplingParams
+from parallel_llama.request import Request, SamplingParams, with_special_tokens
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
 
 PARAMS = SamplingParams(max_tokens=99)
@@ -86,6 +86,46 @@ def test_close_emits_text_held_back_for_a_stop_string(tokenizer):
 def test_stop_strings_do_not_count_before_min_tokens(tokenizer):
     params = replace(PARAMS, stop=("a",), min_tokens=3)
     assert told(tokenizer, "aaaaa", params) == (["a", "a", "a", ""], 4, "aaa")
+
+
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "text", "expected"),
+    [
+        ("ab", 2, "xabcd", (["x", "", ""], 3, "x")),
+        ("ab", 3, "xabab", (["x", "", "ab", "", ""], 5, "xab")),
+        ("aa", 2, "aaab", (["", "a", ""], 3, "a")),
+    ],
+)
+def test_stop_string_that_ends_after_min_tokens_ends_the_completion(
+    tokenizer, stop, min_tokens, text, expected
+):
+    """Regression: a stop string that began within min_tokens was not found."""
+    params = replace(PARAMS, stop=(stop,), min_tokens=min_tokens)
+    assert told(tokenizer, text, params) == expected
+
+
+def test_text_held_back_before_min_tokens_is_emitted_at_the_end(tokenizer):
+    params = replace(PARAMS, stop=("ab",), min_tokens=3)
+    assert told(tokenizer, "xa", params, ends=True) == (["x", "a"], None, "xa")
+
+
+def test_stop_strings_do_not_match_hidden_markers(tokenizer):
+    """Regression: a stop string in the text of a marker ended the answer before its first word."""
+    request = Request(0, (0,), replace(PARAMS, stop=("|", "ab")), 0, frozenset({1}))
+    own = Detokenizer(with_special_tokens(request), tokenizer)
+    turn = 2
+    a, b, bar = tokenizer.encode("ab|", bos=False)
+    shown = [own.push(token, False) for token in (turn, a, turn, b, bar)]
+    assert [piece for piece, _ in shown] == ["<|turn|>", "", "a<|turn|>", "b", ""]
+    assert [stops for _, stops in shown] == [False] * 4 + [True]
+    assert (own.text, own.stop_reason) == ("<|turn|>a<|turn|>b", "|")
+
+
+def test_stop_strings_match_special_tokens_that_the_client_sees(tokenizer):
+    params = replace(PARAMS, stop=("|",), skip_special_tokens=False)
+    request = Request(0, (0,), params, 0, frozenset({1}))
+    own = Detokenizer(with_special_tokens(request), tokenizer)
+    assert own.push(2, False) == ("<", True)
 
 
 def test_stop_id_ends_the_completion_without_a_tokenizer():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_folder import write_chat_folder
 from tiny_models import TINY_MODELS, write_hf
+from tokenizer_data import MISTRAL_V1, real_tokenizer
 from transformers import AutoModelForCausalLM
 
 from parallel_llama import LLM, Grammar, SamplingParams
@@ -160,6 +161,23 @@ def test_chat_with_a_grammar_returns_the_constrained_text(folder):
     with LLM(str(folder), kv_cache_bytes=4 << 20) as llm:
         (answer,) = llm.chat([{"role": "user", "content": "Hi"}], params)
     assert len(answer.text) == 3 and not answer.reasoning
+
+
+def test_bad_words_of_sentencepiece_are_forbidden_with_and_without_a_space(folder):
+    """Regression: a word after a line break or a bracket was still generated."""
+    inputs, tokenizer = input_processor(folder), real_tokenizer(MISTRAL_V1)
+    vars(inputs)["tokenizer"] = tokenizer
+    sequences = inputs._token_sequences(["print"])
+    pieces = [[tokenizer.vocabulary.pieces[id] for id in ids] for ids in sequences]
+    assert {b"print", b" print"} <= {b"".join(each) for each in pieces}
+    assert tokenizer.eos_ids.isdisjoint(
+        id for ids in inputs._token_sequences(["</s>"]) for id in ids
+    )
+
+
+def test_bad_word_that_spells_a_special_token_forbids_no_special_token(folder):
+    sequences = input_processor(folder)._token_sequences(["<|end|>", "a<|end|>"])
+    assert sequences and 1 not in {id for ids in sequences for id in ids}
 
 
 def test_max_fitting_tokens_is_limited_by_context_and_kv_cache(folder):

@@ -70,6 +70,17 @@ def test_streamed_bytes_decode_as_utf8_with_replacement(data):
         assert joined == expected or (tokenizer is spm and joined == expected.removeprefix(" "))
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.binary(max_size=12), st.integers(0, 12))
+def test_text_after_a_prompt_is_that_after_its_pushed_tokens(data, n_prompt):
+    """Only the last bytes of a prompt are decoded."""
+    bpe = real_tokenizer(LLAMA3)
+    bytes_of_bpe = {bpe.vocabulary.piece(id): id for id in range(256)}
+    ids = [bytes_of_bpe[bytes([byte])] for byte in data]
+    pieces = streamed(bpe, ids)
+    assert streamed(bpe, ids[n_prompt:], tuple(ids[:n_prompt])) == pieces[min(n_prompt, len(ids)) :]
+
+
 @every_real_file
 def test_no_piece_holds_part_of_an_emoji(path):
     tokenizer = real_tokenizer(path)

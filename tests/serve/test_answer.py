@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel_llama.errors import NumericalError
 from parallel_llama.request import Completion, Request, SamplingParams, TokenLogprob
 from parallel_llama.serve import answer as answers
-from parallel_llama.serve import completions
+from parallel_llama.serve import completions, rendering
 from parallel_llama.serve.answer import Answer, Diverged, Stalled
-from parallel_llama.serve.asgi import until_disconnect
+from parallel_llama.serve.asgi import current_id, until_disconnect
 from parallel_llama.serve.bodies import CompletionBody
 from parallel_llama.serve.completions import _Pending
 from parallel_llama.serve.wire import Output
@@ -179,3 +180,23 @@ def test_refused_request_is_freed_without_garbage_collection():
         asyncio.run(run())
     finally:
         gc.enable()
+
+
+def test_error_that_ends_a_stream_is_logged_with_the_request_id(caplog):
+    """Regression: the status of such a stream is 200, and no line had its request id."""
+
+    async def chunks():
+        yield b"data: 1\n\n"
+        raise NumericalError("NaN")
+
+    async def rest():
+        current_id.set("abc")
+        stream = await rendering.streamed(chunks())
+        return [chunk async for chunk in stream._rest]
+
+    with caplog.at_level("INFO", "parallel_llama"):
+        (last,) = asyncio.run(rest())
+    assert b"numerical_error" in last
+    (record,) = caplog.records
+    assert record.getMessage() == "failed"
+    assert record.fields == {"request_id": "abc", "code": "numerical_error"}

@@ -3,12 +3,13 @@
 import json
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from msgspec import UNSET
 
-from parallel_llama.request import Completion
-from parallel_llama.serve import chat
+from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.serve import chat, service
 from parallel_llama.serve.bodies import ChatBody
 from parallel_llama.serve.channels import ChannelParts, Reasoning
 from parallel_llama.serve.replies import CalledFunction
@@ -113,6 +114,17 @@ def test_a_reply_and_a_stream_have_reasoning_content_and_content():
     assert "".join(each.reasoning_content or "" for each in told) == message.reasoning_content
     assert "".join(each.content or "" for each in told) == message.content
     assert deltas[-1].finish_reason == "stop"
+
+
+def test_requests_for_a_reader_of_markers_hide_the_markers():
+    def request(index: int, _: str, params: SamplingParams, **_others: object) -> Request:
+        return Request(index, (1,), params, 0, frozenset())
+
+    inputs = SimpleNamespace(request=request)
+    for is_hidden in (True, False):
+        params = SamplingParams(skip_special_tokens=is_hidden)
+        (asked,) = service._requests(inputs, ["Hi"], params, None, with_markers=True)
+        assert not asked.params.skip_special_tokens and asked.hides_markers == is_hidden
 
 
 MESSAGES = [
