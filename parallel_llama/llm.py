@@ -168,8 +168,9 @@ class LLM:
 
         Returns: completions by prompt, then by choice. With one choice per prompt the list reads as
             vLLM's: `.prompt`, `.outputs[0].text`.
-        Raises: UsageError, before anything runs, for a prompt or parameters that cannot run;
-        NumericalError if the model produces NaN or Inf.
+        Raises: UsageError, before anything runs, for a prompt or parameters that cannot run; with
+        `elastic`, also as soon as a prompt no longer fits after the loss of a rank; NumericalError
+        if the model produces NaN or Inf.
         """
         prompt_list = as_prompts(prompts)
         params = _params_of(params, sampling_params)
@@ -186,7 +187,7 @@ class LLM:
             for request in requests
         ]
         choices: list[list[Completion]] = [[] for _ in requests]
-        for output in self.run(requests):
+        for output in self._run(requests, lambda: False, finishes_others=False):
             if output.completion is not None:
                 choices[output.completion.index].append(output.completion)
         completions = []
@@ -261,6 +262,16 @@ class LLM:
         `elastic`, also after the outputs of all other requests if one no longer fits after the loss
         of a rank.
         """
+        return self._run(requests, interrupted, finishes_others=True)
+
+    def _run(
+        self,
+        requests: Sequence[Request],
+        interrupted: Callable[[], bool],
+        *,
+        finishes_others: bool,
+    ) -> Generator[StepOutput, None, None]:
+        """As `run`; `finishes_others` is whether the others end before an error of one request."""
         call = _GenerateCall()
         self.statistics.begin()
         try:
@@ -280,6 +291,8 @@ class LLM:
                             "these requests ended when another run failed; run them again"
                         )
                     self._step_for_all()
+                if call.refused is not None and not finishes_others:
+                    raise call.refused
                 while call.inbox:
                     output = call.inbox.popleft()
                     self.statistics.count(len(output.tokens), time.monotonic() - call.start_s)

@@ -517,7 +517,7 @@ def test_chat_separates_reasoning_from_answer(template, written, reasoning, text
     """Regression: the text contained reasoning and channel names, without their markers."""
     asked: list[Request] = []
 
-    def run(requests: list[Request]) -> Iterator[StepOutput]:
+    def run(requests: list[Request], *_: Any, **__: Any) -> Iterator[StepOutput]:
         asked.extend(requests)
         for request, choice in product(requests, range(2)):
             done = Completion(request.index, written, (1,), "stop", 3, choice=choice, n_choices=2)
@@ -525,7 +525,7 @@ def test_chat_separates_reasoning_from_answer(template, written, reasoning, text
 
     inputs = llm.input_processor
     changed = SimpleNamespace(encode=inputs.chat_template.encode, template_text=template)
-    monkeypatch.setattr(llm, "run", run)
+    monkeypatch.setattr(llm, "_run", run)
     monkeypatch.setitem(vars(inputs), "chat_template", changed)
     monkeypatch.setitem(vars(inputs), "has_markers", has_markers(template))
     messages = [{"role": "user", "content": "Hi!"}]
@@ -534,6 +534,7 @@ def test_chat_separates_reasoning_from_answer(template, written, reasoning, text
         assert (answer.reasoning, answer.text) == (reasoning, text)
         assert [(each.reasoning, each.text) for each in answer.outputs] == [(reasoning, text)] * 2
     assert {request.params.skip_special_tokens for request in asked} == {not template}
+    assert {request.hides_markers for request in asked} == {bool(template)}
     for answer in llm.chat(messages, replace(params, skip_special_tokens=False)):
         assert (answer.reasoning, answer.text) == (None, written)
     for answer in llm.generate("Hi!", params):
@@ -821,6 +822,24 @@ def test_call_with_refused_request_finishes_its_other_requests_before_it_raises(
         for output in steps:
             found.append(output.completion)
     assert [(each.index, len(each.tokens)) for each in found if each] == [(1, 20)]
+
+
+def test_generate_raises_as_soon_as_one_of_its_prompts_is_refused(small, monkeypatch):
+    """Regression: it completed all other prompts first, and then returned none of them."""
+    params = [request.params for request in long_and_short(small)]
+    step, n_steps = small._step_for_all, []
+
+    def shrink_after_one_step() -> None:
+        step()
+        n_steps.append(1)
+        if len(n_steps) == 1:
+            shrink_kv_cache(small)
+
+    monkeypatch.setattr(small, "_step_for_all", shrink_after_one_step)
+    with pytest.raises(UsageError, match="blocks of 16, but the KV cache has"):
+        small.generate([[5, 6]] * 2, params)
+    assert len(n_steps) < 20  # as many as the other prompt takes
+    assert small.engine.idle
 
 
 def test_closing_one_stream_does_not_affect_another(llm):

@@ -79,7 +79,8 @@ PP: Flag[int] = Flag(
 )  # fmt: skip
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
-    dtype_name, "DTYPE", default_text="bfloat16 on CUDA, the files' or float32 on the CPU", subject="model",
+    dtype_name, "DTYPE", default_text="bfloat16 on CUDA, the files' or float32 on the CPU",
+    subject="model",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
     "quant", "quantise matrices to int8, int4 or fp8, with a scale per 32 weights; stored: keep "
