@@ -14,7 +14,7 @@ from typing import Literal
 
 from parallel_llama.config.adapter import Adapter, served_pairs
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat, MatrixFormat, Precision
-from parallel_llama.families.model_args import ModelArgs, kv_groups
+from parallel_llama.families.model_args import ModelArgs, context_length, kv_groups
 from parallel_llama.families.weights import (
     Axis,
     Param,
@@ -22,7 +22,15 @@ from parallel_llama.families.weights import (
     layer_parameters,
     outer_parameters,
 )
-from parallel_llama.plan import Shard, ShardPlan, Stage
+from parallel_llama.plan import (
+    MAX_GATHERED_ROWS,
+    MAX_QUERIES,
+    MAX_TILE_PARTS,
+    PART_KEYS,
+    Shard,
+    ShardPlan,
+    Stage,
+)
 
 GIB = 1 << 30
 
@@ -174,15 +182,27 @@ def bytes_passed_over(
     return n_bytes
 
 
+def head_bytes(args: ModelArgs, shard: Shard, precision: Precision) -> int:
+    """Bytes of a rank's rows of the output layer, which may also be its embedding."""
+    name = "tok_embeddings.weight" if args.tied_embeddings else "output.weight"
+    return precision.form_of("outer", name).n_bytes(len(shard.vocab) * args.dim)
+
+
 def working_bytes(
-    args: ModelArgs, shard: Shard, precision: Precision, step_tokens: int, n_drawn: int, device: str
+    args: ModelArgs,
+    shard: Shard,
+    precision: Precision,
+    step_tokens: int,
+    n_drawn: int,
+    device: str,
+    max_seq_len: int,
 ) -> int:
     """Bytes of a rank in addition to weights and KV cache, on its GPU or, for 'cpu', on the host.
 
-    The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
-    logits of `n_drawn` rows, and PROCESS_BYTES. On a GPU, the sum has three other terms instead of
-    PROCESS_BYTES: CUDA_ALLOWANCE, the rotary tables, and memory for quantised matrices that steps
-    of many rows convert to the dtype of computation.
+    The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens of
+    sequences of up to `max_seq_len`), the logits of `n_drawn` rows, and PROCESS_BYTES. On a GPU,
+    the sum has three other terms instead of PROCESS_BYTES: CUDA_ALLOWANCE, the rotary tables, and
+    memory for quantised matrices that steps of many rows convert to the dtype of computation.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
@@ -200,8 +220,10 @@ def working_bytes(
         feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
     if args.shared_ffn_dim:
         feed_forward += shared + args.dim
-    # Residual stream, its norm, the sums.
-    per_token = 4 * args.dim + max(attention, feed_forward, dense)
+    in_attention = step_tokens * attention * item
+    in_attention += _gathered_bytes(args, shard, precision, step_tokens, max_seq_len)
+    block = max(in_attention, step_tokens * max(feed_forward, dense) * item)
+    block += step_tokens * 4 * args.dim * item  # residual stream, its norm, the sums
     # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
     per_score = item + 3 * max(item, ITEM_BYTES["float32"])
     scores = n_drawn * len(shard.vocab) * per_score
@@ -209,7 +231,29 @@ def working_bytes(
     if device == "cuda":
         converted = _converted_values(args, shard, precision) * item
         allowance = CUDA_ALLOWANCE + _rotary_bytes(args, precision) + converted
-    return step_tokens * per_token * item + scores + allowance
+    return block + scores + allowance
+
+
+def _gathered_bytes(
+    args: ModelArgs, shard: Shard, precision: Precision, step_tokens: int, max_seq_len: int
+) -> int:
+    """Bytes of the queries and results that the attention of a rank gathers from all ranks.
+
+    0 unless the KV cache is sharded by token. `model.sharded_attention` has the tensors.
+    """
+    if not shard.peers:
+        return 0
+    item, n_ranks = ITEM_BYTES[precision.computed], len(shard.peers)
+    queries = step_tokens * args.n_heads * args.head_dim * item
+    if shard.exact is not None:
+        per_query = -(-max_seq_len // PART_KEYS)
+        n_parts = max(per_query, min(MAX_QUERIES * per_query, MAX_TILE_PARTS))
+        # Each part's result, its largest score and its sum of weights.
+        results = n_parts * args.n_heads * (args.head_dim + 2) * item
+        return queries + results + 2 * results // n_ranks  # also its own parts, and its own heads
+    per_row = args.n_heads * (args.head_dim + 1) * max(item, ITEM_BYTES["float32"])
+    n_gathered = n_ranks * min(step_tokens, MAX_GATHERED_ROWS)
+    return queries + (2 * step_tokens + n_gathered) * per_row  # also its own parts and heads
 
 
 def _converted_values(args: ModelArgs, shard: Shard, precision: Precision) -> int:
@@ -233,7 +277,7 @@ def _rotary_bytes(args: ModelArgs, precision: Precision) -> int:
         return 0  # computed on the host for each step
     n_tables = 1 if args.local_rope_theta is None else len(kv_groups(args))
     itemsize = max(ITEM_BYTES[precision.computed], ITEM_BYTES["float32"])
-    return n_tables * args.max_seq_len * args.head_dim * itemsize
+    return n_tables * context_length(args) * args.head_dim * itemsize
 
 
 def kv_bytes_per_token(args: ModelArgs, shard: Shard, kv_format: KVFormat) -> tuple[int, ...]:

@@ -52,6 +52,16 @@ MIN_EXPERT_CHANNELS = 256
 # so on. Parts are computed separately, by threads or ranks, and merged in order.
 PART_KEYS = 128
 
+# Queries per tile: enough to amortise a call, and few enough that the tiles at the start of a long
+# prompt do not read the keys at its end.
+MAX_QUERIES = 64
+
+# With a KV cache sharded by token, every rank gathers attention results of all heads, which take
+# much memory. With exact sums it gathers those of up to MAX_TILE_PARTS parts at once (or of one
+# query with more parts), else those of up to MAX_GATHERED_ROWS rows.
+MAX_TILE_PARTS = 8192
+MAX_GATHERED_ROWS = 256
+
 # Tokens in a tile of the vocabulary. In an exact log-sum-exp, one rank sums a whole tile.
 VOCAB_TILE = 128
 

@@ -86,7 +86,7 @@ def choose_shares(
         cache_tokens = [blocks_held(n_tokens, 1, window, step_tokens) for window in windows]
         return [
             weight_bytes(shard, values[shard.stage])
-            + working_bytes(args, shard, precision, step_tokens, 1, device)
+            + working_bytes(args, shard, precision, step_tokens, 1, device, max_seq_len)
             + sum(map(mul, kv_bytes_per_token(args, shard, kv_format), cache_tokens))
             for shard in plan.shards
         ]

@@ -13,6 +13,7 @@ from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.memory import (
+    PROCESS_BYTES,
     blocks_held,
     bytes_passed_over,
     kv_bytes_per_token,
@@ -20,8 +21,16 @@ from parallel_llama.memory import (
     pool_sizes,
     values_by_form,
     weight_bytes,
+    working_bytes,
 )
-from parallel_llama.plan import apportion, equal_runs, local_kv_heads, make_plan, unit_size
+from parallel_llama.plan import (
+    KVSplit,
+    apportion,
+    equal_runs,
+    local_kv_heads,
+    make_plan,
+    unit_size,
+)
 
 HALF = Precision.plain("bfloat16")
 
@@ -406,6 +415,26 @@ def test_parameters_have_meta_names_and_shard_axes():
     assert cuts["layers.1.feed_forward.w2.weight"] == ("ffn", 1)
     assert cuts["layers.1.ffn_norm.weight"] == (None, 0)
     assert cuts["output.weight"] == ("vocab", 0)
+
+
+def test_results_that_attention_gathers_from_all_ranks_are_counted():
+    """Regression: with kv_split='sequence', long sequences took memory that no plan counted."""
+    args, single = shape(32, 8), Precision.plain("float32")
+
+    def working(max_seq_len: int, kv_split: KVSplit, *, exact: bool) -> int:
+        shard = make_plan(args, 16, kv_split=kv_split, exact=exact).shards[0]
+        return working_bytes(args, shard, single, 512, 1, "cpu", max_seq_len)
+
+    lengths = 8192, 16384, 32768, 1 << 20, 1 << 21
+    by_tokens = [working(length, "sequence", exact=True) for length in lengths]
+    # Results of 64 queries with 64 parts each, then of at most 8,192 parts or of one query; 1/16 of
+    # these on this rank, and 1/16 for its heads.
+    n_parts = 4096, 8192, 8192, 8192, 16384
+    expected = [n * 32 * (8 + 2) * 4 * 18 // 16 for n in n_parts]
+    assert [n - by_tokens[0] for n in by_tokens] == [n - expected[0] for n in expected]
+    rows = (2 * 512 + 16 * 256) * 32 * (8 + 1) * 4
+    assert working(8192, "sequence", exact=False) > PROCESS_BYTES + rows
+    assert len({working(length, "heads", exact=True) for length in lengths}) == 1
 
 
 def test_kv_tokens_are_sharded_if_heads_would_be_replicated():

@@ -28,7 +28,7 @@ def needed(plan: ShardPlan) -> list[int]:
     values = values_by_form(ARGS, PRECISION, exact=True)
     return [
         weight_bytes(shard, values)
-        + working_bytes(ARGS, shard, PRECISION, STEP_TOKENS, 1, "cpu")
+        + working_bytes(ARGS, shard, PRECISION, STEP_TOKENS, 1, "cpu", N_TOKENS)
         + N_TOKENS * sum(kv_bytes_per_token(ARGS, shard, FORM))
         for shard in plan.shards
     ]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import add, mul
 
 from parallel_llama.cli.model import BLOCK_SIZE
@@ -14,6 +15,7 @@ from parallel_llama.memory import (
     adapter_bytes,
     bytes_passed_over,
     default_cache_bytes,
+    head_bytes,
     kv_bytes_per_token,
     most_blocks,
     values_multiplied,
@@ -35,7 +37,7 @@ class KVEstimate:
         per_kv_group: bytes of a token in each KV group.
         per_sequence: bytes of a sequence of `max_seq_len` tokens.
         per_step: bytes that a decode step of the model reads for a sequence of that length.
-        needed: bytes of all sequences.
+        needed: bytes of all sequences, in whole blocks.
     """
 
     per_kv_group: tuple[int, ...]
@@ -48,7 +50,7 @@ class KVEstimate:
         """`draft_kv`: bytes of a token of the draft model in each KV group."""
         of_model = kv_bytes_per_token(request.args, shard, request.kv)
         per_kv_group = tuple(map(add, of_model, draft_kv))
-        needed = sum(map(mul, per_kv_group, request.pools(request.n_tokens)))
+        needed = request.cache_bytes(per_kv_group, shard.block_size(BLOCK_TOKENS))
         per_sequence = sum(map(mul, per_kv_group, request.tokens_each))
         seen = [
             min(request.max_seq_len, each.window or sys.maxsize) for each in kv_groups(request.args)
@@ -64,7 +66,8 @@ class RankEstimate:
         weights: bytes of the model's weights that the rank holds.
         adapters: bytes of the adapters.
         draft_weights: bytes of the draft model's weights.
-        read_weights: bytes of the weights that a decode step reads.
+        read_weights: bytes of the weights that a decode step reads, including the head.
+        read_head: bytes of the head's weights.
         read_kv: bytes of the KV cache that a decode step reads at the full context.
         layer_values: values of the layers' weights that a token is multiplied with.
         head_values: values of the head's weights.
@@ -77,6 +80,7 @@ class RankEstimate:
     adapters: int
     draft_weights: int
     read_weights: int
+    read_head: int
     read_kv: int
     layer_values: int
     head_values: int
@@ -99,11 +103,15 @@ class RankEstimate:
     def needed(self) -> int:
         return self.all_weights + self.kv.needed + self.working
 
-    def step_s(self, *, is_full: bool) -> float | None:
-        """The shortest time of a decode step, bytes / bandwidth, with full or empty sequences."""
+    def step_s(self, *, is_full: bool) -> tuple[float, float] | None:
+        """The shortest time of a decode step, bytes / bandwidth, with full or empty sequences.
+
+        Returns: the time of the layers and that of the head.
+        """
         if self.bandwidth is None:
             return None
-        return (self.read_weights + is_full * self.read_kv) / self.bandwidth
+        layer_bytes = self.read_weights - self.read_head + is_full * self.read_kv
+        return layer_bytes / self.bandwidth, self.read_head / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -137,27 +145,40 @@ class Estimate:
         return self.n_kv_heads / self.request.args.n_kv_heads - 1
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block of the KV cache."""
+        return self.plan.shards[0].block_size(BLOCK_TOKENS)
+
+    @property
+    def tokens_each(self) -> int:
+        """Maximum tokens of a sequence in the first KV group, in whole blocks."""
+        return self.block_size * self.request.blocks_each(self.block_size)
+
+    @property
     def room_for_tokens(self) -> int | None:
         """Capacity in tokens of the first KV group on the tightest rank, None without `memory`."""
+        block_size = self.block_size
         rooms = {
             (rank.kv.per_kv_group, rank.memory - rank.all_weights - rank.working)
             for rank in self.ranks
             if rank.memory is not None
         }
-        return min((most_blocks(self.request.pools, *each) for each in rooms), default=None)
+        sizes = partial(self.request.pools, block_size)
+        n_blocks = (
+            most_blocks(sizes, [block_size * n for n in per_kv_group], room)
+            for per_kv_group, room in rooms
+        )
+        return min((block_size * n for n in n_blocks), default=None)
 
     @property
     def fits(self) -> bool | None:
         room = self.room_for_tokens
-        return None if room is None else room >= self.request.n_tokens
+        return None if room is None else room >= self.request.batch * self.tokens_each
 
     @property
     def cache_bytes(self) -> int:
         """The --kv-cache-bytes that the workload needs."""
-        return max(map(self._cache_bytes, self.ranks))
-
-    def _cache_bytes(self, rank: RankEstimate) -> int:
-        return self.request.cache_bytes(rank.kv.per_kv_group, rank.shard.block_size(BLOCK_TOKENS))
+        return max(rank.kv.needed for rank in self.ranks)
 
     @property
     def default_rooms(self) -> list[int] | None:
@@ -195,27 +216,28 @@ class Estimate:
     def needs_cache_flag(self) -> bool:
         """Whether the workload needs --kv-cache-bytes, because the default is too small."""
         rooms = self.default_rooms or []
-        return any(
-            self._cache_bytes(rank) > room for rank, room in zip(self.ranks, rooms, strict=False)
-        )
+        return any(rank.kv.needed > room for rank, room in zip(self.ranks, rooms, strict=False))
 
     def tokens_per_s(self, *, is_full: bool) -> float | None:
         """The most tokens per second of each sequence that the memory bandwidth allows.
 
-        All ranks of a stage wait for the slowest, and the stages run one after another. None if
-        the bandwidth of a rank is not known.
+        All ranks of a stage wait for the slowest, and the stages run one after another; then all
+        ranks multiply the output layer. None if the bandwidth of a rank is not known.
         """
         step_s = [rank.step_s(is_full=is_full) for rank in self.ranks]
         known = [each for each in step_s if each is not None]
         if len(known) < len(step_s):
             return None
-        stages = (stage.ranks for stage in self.plan.stages)
-        return 1 / sum(max(known[ranks.start : ranks.stop]) for ranks in stages)
+        if len(self.plan.stages) == 1:
+            return 1 / max(layers_s + head_s for layers_s, head_s in known)
+        stages = (known[stage.ranks.start : stage.ranks.stop] for stage in self.plan.stages)
+        in_stages_s = sum(max(layers_s for layers_s, _ in stage) for stage in stages)
+        return 1 / (in_stages_s + max(head_s for _, head_s in known))
 
     @property
     def slowest(self) -> RankEstimate:
         """The rank with the longest decode step at the full context."""
-        return max(self.ranks, key=lambda rank: rank.step_s(is_full=True) or 0.0)
+        return max(self.ranks, key=lambda rank: sum(rank.step_s(is_full=True) or (0.0,)))
 
     @property
     def tightest(self) -> RankEstimate:
@@ -300,6 +322,7 @@ def estimate(request: PlanRequest) -> Estimate:
             sum(adapter_bytes(adapter, shard, precision) for adapter in request.adapters),
             draft_weights,
             weights - bytes_passed_over(request.args, request.batch, precision, shard, own),
+            head_bytes(request.args, shard, precision),
             request.batch * held.per_step,
             *values_multiplied(request.args, shard, own),
             held,

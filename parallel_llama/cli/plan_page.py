@@ -414,7 +414,7 @@ def _verdict(planned: Estimate) -> list[str]:
         return _fits(False, _shortfall(planned))
     room = f"room for {planned.room_for_tokens:,} tokens of KV cache"
     if planned.request.args.sliding_window is not None:
-        n_sequences = (planned.room_for_tokens or 0) // planned.request.tokens_each[0]
+        n_sequences = (planned.room_for_tokens or 0) // planned.tokens_each
         room += f", {n_sequences:,} sequences of {planned.request.max_seq_len:,} tokens"
     return _fits(True, room)
 
@@ -442,7 +442,8 @@ def _shortfall(planned: Estimate) -> str:
     room = planned.room_for_tokens or 0
     left = "the weights leave no room for KV cache"
     if room:
-        left = f"room for {room:,} of {planned.request.n_tokens:,} tokens of KV cache"
+        n_tokens = planned.request.batch * planned.tokens_each
+        left = f"room for {room:,} of {n_tokens:,} tokens of KV cache"
     has = size(rank.memory or 0)
     return f"rank {rank.shard.rank} needs {size(rank.needed)} and has {has}; {left}"
 

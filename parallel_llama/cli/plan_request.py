@@ -83,7 +83,13 @@ class PlanRequest:
         # CUDA reserves memory for the largest batch; the CPU allocates what the batch needs.
         n_drawn = MAX_RUNNING if self.device == "cuda" else min(self.batch, MAX_RUNNING)
         return working_bytes(
-            self.args, shard, self.precision, self.step_tokens, n_drawn, self.device
+            self.args,
+            shard,
+            self.precision,
+            self.step_tokens,
+            n_drawn,
+            self.device,
+            self.max_seq_len,
         )
 
     @property
@@ -99,16 +105,18 @@ class PlanRequest:
         """Maximum tokens of all sequences in the cache of the first KV group."""
         return self.tokens_each[0] * self.batch
 
-    def pools(self, n_tokens: int) -> tuple[int, ...]:
-        """Capacity in tokens of each KV group if the first has a capacity of `n_tokens`."""
-        return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
+    def blocks_each(self, block_size: int) -> int:
+        """Maximum blocks of a sequence in the cache of the first KV group."""
+        full = kv_groups(self.args)[0]
+        return blocks_held(self.max_seq_len, block_size, full.window, self.step_tokens)
+
+    def pools(self, block_size: int, n_blocks: int) -> tuple[int, ...]:
+        """The number of blocks of each KV group if the first has `n_blocks`."""
+        return pool_sizes(self.args, n_blocks, block_size, self.max_seq_len, self.step_tokens)
 
     def cache_bytes(self, per_kv_group: Sequence[int], block_size: int) -> int:
         """The --kv-cache-bytes needed, in whole blocks, given each KV group's bytes per token."""
-        full = kv_groups(self.args)[0]
-        each = blocks_held(self.max_seq_len, block_size, full.window, self.step_tokens)
-        n_blocks = self.batch * each
-        sizes = pool_sizes(self.args, n_blocks, block_size, self.max_seq_len, self.step_tokens)
+        sizes = self.pools(block_size, self.batch * self.blocks_each(block_size))
         n_bytes: int = block_size * sum(map(mul, sizes, per_kv_group))
         return n_bytes
 

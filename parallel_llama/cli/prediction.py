@@ -343,18 +343,13 @@ def _layers_s(
     rank: RankEstimate, rates: Rates, n_rows: float, *, is_full: bool
 ) -> tuple[float, float]:
     """As `_rank_s`, without the head."""
-    n_bytes = rank.read_weights * _layer_share(rank)
+    n_bytes = rank.read_weights - rank.read_head
     return _work_s(rank.layer_values, n_bytes, is_full * rank.read_kv, rates, n_rows)
 
 
 def _head_s(rank: RankEstimate, rates: Rates, n_rows: float) -> tuple[float, float]:
     """As `_rank_s`, of the head alone."""
-    n_bytes = rank.read_weights * (1 - _layer_share(rank))
-    return _work_s(rank.head_values, n_bytes, 0, rates, n_rows)
-
-
-def _layer_share(rank: RankEstimate) -> float:
-    return rank.layer_values / max(rank.layer_values + rank.head_values, 1)
+    return _work_s(rank.head_values, rank.read_head, 0, rates, n_rows)
 
 
 def _work_s(

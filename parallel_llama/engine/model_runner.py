@@ -35,7 +35,7 @@ from parallel_llama.engine.recorded_steps import (
     rotations_of,
 )
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
-from parallel_llama.families.model_args import ModelArgs, kv_groups
+from parallel_llama.families.model_args import ModelArgs, context_length, kv_groups
 from parallel_llama.model.adapters import (
     adapter_addresses,
     add_adapter,
@@ -227,7 +227,7 @@ class ModelRunner:
         )
         self._rotations = self._graphs = None
         if is_paged:
-            longest = self.args.max_seq_len
+            longest = context_length(self.args)
             if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
             tables = {table: table.up_to(longest) for table in set(self._rotary_of)}

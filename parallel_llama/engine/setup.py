@@ -208,7 +208,15 @@ class ModelSetup:
         # A GPU reserves memory for the largest batch; the CPU allocates what the batch needs.
         n_drawn = MAX_RUNNING if self.kind == "cuda" else 1
         working = [
-            working_bytes(self.args, shard, self.precision, step_tokens, n_drawn, self.kind)
+            working_bytes(
+                self.args,
+                shard,
+                self.precision,
+                step_tokens,
+                n_drawn,
+                self.kind,
+                self.inputs.max_seq_len,
+            )
             for shard in self.plan.shards
         ]
         self.cache_size = CacheSize(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.families.model_args import ModelArgs, RopeScaling
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, context_length
 
 # Bytes of tables that are kept. Only dynamic scaling needs several tables, one per prompt length.
 _MAX_TABLE_BYTES = 256 << 20
@@ -58,7 +58,12 @@ def rotary_of_windows(args: ModelArgs) -> ModelArgs:
     """The arguments for the rotary embeddings of layers with a sliding window."""
     if args.local_rope_theta is None:
         return args
-    return replace(args, rope_theta=args.local_rope_theta, rope_scaling=None)
+    return replace(
+        args,
+        rope_theta=args.local_rope_theta,
+        rope_scaling=None,
+        max_seq_len=context_length(args),
+    )
 
 
 class RotaryTables:
@@ -84,7 +89,7 @@ class RotaryTables:
         Shapes: [T, 1, head_dim / 2] complex, on the host.
         """
         dynamic_len = base_len(self._args, n_prompt)
-        if not dynamic_len and positions.stop > self._args.max_seq_len:
+        if not dynamic_len and positions.stop > context_length(self._args):
             # With attention sinks a sequence, and its table, could grow without limit.
             return self._rounded(rotations(self._args, positions, n_prompt))
         if not dynamic_len or positions.stop <= dynamic_len:
@@ -111,7 +116,8 @@ class RotaryTables:
         table = self._tables.pop(key, None)
         if table is None or len(table) < positions.stop:
             # Twice the length, so that a growing sequence rarely needs a new table.
-            table = self._table(min(2 * positions.stop, key or self._args.max_seq_len), n_tokens)
+            longest = key or context_length(self._args)
+            table = self._table(min(2 * positions.stop, longest), n_tokens)
         self._tables[key] = table  # now the last, so the first is the least recently used
         while len(self._tables) > 1 and self.n_bytes > _MAX_TABLE_BYTES:
             del self._tables[next(iter(self._tables))]

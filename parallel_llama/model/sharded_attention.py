@@ -21,7 +21,7 @@ from torch import Tensor
 from parallel_llama.ops import CPUOps, HeadMap, PartTile, QueryTile, TorchOps
 from parallel_llama.ops.torch_ops import merge_lse
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.plan import Shard
+from parallel_llama.plan import MAX_GATHERED_ROWS, Shard
 
 
 def attend_to_all_parts(
@@ -39,7 +39,8 @@ def attend_to_all_parts(
 
     Shapes: q [T, H, D] local; k, v [K, n_slots, W] local; sinks [H] local, in at least float32; the
         result [T, H, D] local.
-    Collective: two all_gathers, of the queries and of the partial results.
+    Collective: an all_gather of the queries, and one for each MAX_GATHERED_ROWS rows of the partial
+        results.
     """
     q = _gather_queries(q, shard.peers, comm)  # [T, n_heads, D] replicated
     wide = torch.promote_types(q.dtype, torch.float32)  # for the log-sum-exps
@@ -49,8 +50,12 @@ def attend_to_all_parts(
         for q_heads, kv_heads in heads.runs:
             o, lse = ops.partial_attention(q[tile.rows, q_heads], k[kv_heads], v[kv_heads], tile)
             partial[tile.rows, q_heads, :-1], partial[tile.rows, q_heads, -1] = o, lse
-    parts = comm.all_gather(partial)  # [size, T, n_heads, D + 1] replicated
-    parts = parts[:, :, shard.heads.start : shard.heads.stop]  # [size, T, H, D + 1] local
+    # [size, T, H, D + 1] local
+    parts = partial.new_empty(len(shard.peers), len(q), shard.n_local_heads, partial.shape[2])
+    for first in range(0, len(q), MAX_GATHERED_ROWS):
+        rows = slice(first, first + MAX_GATHERED_ROWS)
+        gathered = comm.all_gather(partial[rows])  # [size, t, n_heads, D + 1] replicated
+        parts[:, rows] = gathered[:, :, shard.heads.start : shard.heads.stop]
     if sinks is not None:  # a part with a value vector of zeros
         sink_part = torch.zeros_like(parts[:1])
         sink_part[..., -1] = sinks

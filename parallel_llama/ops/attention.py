@@ -16,13 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.plan import PART_KEYS, HeadRun
+from parallel_llama.plan import MAX_QUERIES, PART_KEYS, HeadRun
 
 NO_WINDOW = 2**31 - 1  # a window that is longer than any sequence
-
-# Queries per tile: enough to amortise a call, and few enough that the tiles at the start of a long
-# prompt do not read the keys at its end.
-MAX_QUERIES = 64
 
 # The keys that a query attends to: the position of the first key, and the slots of all keys in
 # order, as non-empty slices.

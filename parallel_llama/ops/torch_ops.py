@@ -11,7 +11,6 @@ from torch import Tensor
 from parallel_llama.dtypes import InputFormat
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.attention import (
-    MAX_QUERIES,
     PLAIN,
     HeadMap,
     HeadNorms,
@@ -34,6 +33,7 @@ from parallel_llama.ops.inputs import round_inputs
 from parallel_llama.ops.part_sums import Product
 from parallel_llama.ops.quant import PanelShape, quant_gemm
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import MAX_QUERIES
 
 
 class TorchOps:

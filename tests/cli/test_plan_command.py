@@ -19,7 +19,7 @@ from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
 from parallel_llama.cli.arguments import Flags
 from parallel_llama.cli.estimate import estimate
-from parallel_llama.cli.host_checks import needs_of
+from parallel_llama.cli.host_checks import host_of, needs_of
 from parallel_llama.cli.parsers import GB, GIB, GPU, KNOWN_GPUS, gpu_list
 from parallel_llama.cli.plan_request import PlanRequest
 from parallel_llama.config.layouts import load_model_args
@@ -119,6 +119,18 @@ def test_rank_with_the_slowest_memory_limits_decode_speed(capsys):
         assert "--bandwidth lists 3 ranks" in capsys.readouterr().err
 
 
+def test_bandwidth_bound_of_a_pipeline_counts_the_output_layer_once(capsys):
+    """Regression: each stage counted it, so a run could be faster than the bound."""
+    argv = ["--nproc", "2", "--pp", "2", "--device", "cpu", "--bandwidth", "20"]
+    found = plan(capsys, *argv, "--quant", "none", "--dtype", "bfloat16")
+    layer = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536
+    n_bytes = 2 * (30 * layer + 576 * 49152 // 2)  # each rank has half of the output layer
+    assert found["decode_limit_tokens_per_s_empty"] == pytest.approx(20e9 / n_bytes, rel=2e-3)
+    cache = 8192 * 30 * 2 * 192 * 4
+    expected = 20e9 / (n_bytes + cache)
+    assert found["decode_limit_tokens_per_s"] == pytest.approx(expected, rel=2e-3)
+
+
 def test_step_reads_only_the_sliding_window(capsys):
     asked = ["--model", "mistral-7b-v0.1", "--bandwidth", "20", "--max-seq-len"]
     lengths = "2048", "4096", "16384"
@@ -212,6 +224,20 @@ def test_planned_kv_cache_bytes_just_hold_the_sequences(capsys, argv):
         assert min(each.n_full_requests(1001) for each in held) == n_requests
 
 
+def test_plan_fits_only_if_memory_holds_whole_blocks(capsys):
+    """Regression: `fits` counted tokens, and a run refused the cache that the plan named."""
+    argv = ["--device", "cpu", "--nproc", "4", "--kv-split", "sequence"]
+    argv += ["--batch", "256", "--max-seq-len", "200"]
+    found = plan(capsys, *argv)
+    cache = 256 * 2 * 128 * found["ranks"][0]["kv_bytes_per_token"]  # 2 blocks of 128 tokens each
+    assert found["kv_cache_bytes"] == cache
+    for rank in found["ranks"]:
+        assert rank["needed_bytes"] == rank["weight_bytes"] + rank["working_bytes"] + cache
+    needed = max(rank["needed_bytes"] for rank in found["ranks"])
+    for n_bytes, fits in ((needed, True), (needed - 1, False)):
+        assert plan(capsys, *argv, "--memory", f"{n_bytes}B")["fits"] is fits
+
+
 # Adapters and draft models
 
 
@@ -302,6 +328,33 @@ def test_memory_warning_counts_the_unequal_share_of_the_rank(capsys, tmp_path, m
     assert needs is not None and needs.least == rank["weight_bytes"] + rank["working_bytes"]
     memory = {"memory": "49152MiB,5120MiB", "calibration": f"5120MiB --calibration {path}"}[name]
     assert f"--memory {memory}" in needs.remedy
+
+
+@pytest.mark.parametrize(("address", "n_local"), [("10.0.0.1", 1), ("127.0.0.1", 2)])
+def test_host_checks_count_other_ranks_only_if_they_are_certainly_here(
+    monkeypatch, address, n_local
+):
+    """Regression: the memory of ranks started by hand was counted for all hosts."""
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address}.items():
+        monkeypatch.setenv(variable, value)
+    files = find_model("smollm2")
+    flags = Flags("generate", {"model": "smollm2", "device": "cpu"})
+    args = load_model_args(files)
+    needs = needs_of(flags, "smollm2", files, args, 2)
+    monkeypatch.setenv("RANK", "0")
+    first = needs_of(flags, "smollm2", files, args, 2)
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable)
+    both = needs_of(flags, "smollm2", files, args, 2)  # of ranks that this command starts
+    assert needs is not None and first is not None and both is not None
+    assert needs.least + first.least == both.least * n_local
+
+
+@pytest.mark.parametrize(("address", "n_local"), [("10.0.0.1", 1), ("127.0.0.1", 2)])
+def test_host_has_only_the_ranks_that_are_certainly_here(monkeypatch, address, n_local):
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address}.items():
+        monkeypatch.setenv(variable, value)
+    assert host_of(2, None).n_ranks == n_local
 
 
 def test_largest_context_is_within_the_context_of_the_draft_model(model, tmp_path, capsys):
@@ -428,7 +481,7 @@ def test_remedies_that_lose_least_are_listed_first(capsys):
         "--nproc 2",
         "--quant int8",
         "--kv-cache-dtype bfloat16",
-        "--max-seq-len 121124",
+        "--max-seq-len 121120",
     ]
     assert changes(*asked, "--quant", "none", "--memory", "1400MiB", "--batch", "2") == [
         "--quant stored",  # as its file has it
@@ -436,12 +489,12 @@ def test_remedies_that_lose_least_are_listed_first(capsys):
         "--dtype bfloat16",
         "--kv-cache-dtype bfloat16",
         "--batch 1",
-        "--max-seq-len 5562",
+        "--max-seq-len 5552",
     ]
     assert changes("--model", "llama-3.1-8b", "--gpus", "12x4") == [
-        "14 ranks of 4.00 GiB, --kv-split sequence",
+        "16 ranks of 4.00 GiB, --kv-split sequence",
         "--kv-cache-dtype int8 --kv-split sequence",
-        "--max-seq-len 44951",
+        "--max-seq-len 44944",
     ]
 
 

@@ -194,6 +194,20 @@ def test_pipeline_stages_decode_in_turn_and_overlap_in_prefill(capsys, tmp_path)
     assert "otherwise with --pp 2, about" in shown
 
 
+def test_prediction_of_a_pipeline_counts_layers_and_head_in_their_own_formats(capsys, tmp_path):
+    """Regression: the bytes were divided by numbers of values, but the head of int4 has int8."""
+    ranks = [{"read_bytes_per_s": 4e9, "operations_per_s": 3e10}]
+    (tmp_path / "int4.json").write_text(json.dumps(RATES | {"quant": "int4", "ranks": ranks}))
+    hosts = [{"ranks": 1, "calibration": "int4.json", "link": LINK}] * 2
+    found = plan(capsys, *written(tmp_path, hosts), "--pp", "2", "--quant", "int4")
+    layers = 30 * (576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536)
+    head = 576 * 49152 // 2
+    n_bytes = layers * 5 / 8 + 30 * 2 * 576 * 4 + head * 8.5 / 8  # with scales, and norms
+    n_bytes += 512 * 30 * 2 * 192 * 4  # the KV cache
+    memory_s = found["predicted"]["steps"]["decode"]["memory_s"]
+    assert memory_s == pytest.approx(n_bytes / 4e9, rel=1e-3)
+
+
 BOTH = "predicted", "unpredicted"
 
 

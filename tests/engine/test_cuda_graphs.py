@@ -29,7 +29,7 @@ from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.recorded_steps import Logits
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
-from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.memory import working_bytes
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -134,10 +134,26 @@ def test_rotary_tables_fit_the_cache_and_count_as_working_memory(args):
     def working(context: int) -> int:
         own = replace(args, max_seq_len=context)
         shard, precision = make_plan(own, 1).shards[0], Precision.plain("float64")
-        return working_bytes(own, shard, precision, 1, 1, "cuda")
+        return working_bytes(own, shard, precision, 1, 1, "cuda", context)
 
     assert table_bytes(400, 100) - table_bytes(200, 100) == working(400) - working(200) > 0
     assert table_bytes(400, 10) == table_bytes(40, 10)
+
+
+def test_steps_reach_the_context_that_yarn_extends():
+    """Regression: tables and graphs ended at max_seq_len, and longer sequences read past them."""
+    trained = replace(ARGS, max_seq_len=8)
+    extended = replace(trained, rope_scaling=RopeScaling("yarn", 8.0, 8))  # to 64 tokens
+    runner = make_runner(Solo(), extended, ops=paged_ops(extended))
+    runner.reserve([40], 2)
+    assert runner._rotations is not None
+    assert [len(table) for table in runner._rotations] == [64]
+    shard, precision = make_plan(ARGS, 1).shards[0], Precision.plain("float64")
+    long, short = (
+        working_bytes(args, shard, precision, 1, 1, "cuda", 8) for args in (extended, trained)
+    )
+    assert long - short == runner._rotations[0][8:].nbytes
+    assert run(Solo(), extended, range(2), records=True) > 0
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID])

@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.ops import Queries, QueryRange, part_tiles
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import PART_KEYS, KVSplit
 
@@ -94,6 +95,16 @@ def test_a_cache_sharded_by_token_has_the_bits_of_one_rank(name):
 
 def test_an_int8_cache_sharded_by_token_has_the_bits_of_one_rank():
     require_same_bits(SHARDED["one KV head"], "sequence", (3,), KVFormat("int8"))
+
+
+def test_tiles_with_fewer_parts_have_the_same_bits(monkeypatch):
+    """Regression: ranks gathered the results of 64 queries of any length at once."""
+    monkeypatch.setattr("parallel_llama.ops.cpu.attention_plan.MAX_TILE_PARTS", 7)
+    queries = Queries([QueryRange(0, range(253, 263), 0, [4, 9, 2], False)], PART_KEYS)
+    # The first three queries have 2 parts, the others 3.
+    rows = [tile.rows.tolist() for tile in part_tiles(queries, 0, 1)]
+    assert rows == [[0, 1, 2], [3, 4], [5, 6], [7, 8], [9]]
+    require_same_bits(SHARDED["window"], "sequence", (3,))
 
 
 def n_gathered(comm: ThreadComm, kv_split: KVSplit) -> int:

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from parallel_llama.checkpoint.checkpoint import reordered
 from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.model import rope
-from parallel_llama.model.rope import RotaryTables, frequencies, rotations
+from parallel_llama.model.rope import RotaryTables, frequencies, rotary_of_windows, rotations
 from parallel_llama.ops.torch_ops import rotate_
 
 ARGS = ModelArgs(
@@ -154,6 +154,17 @@ def test_tables_have_no_more_rows_than_the_context_or_the_prompt():
         tables = RotaryTables(args, dtype=torch.float32, device=torch.device("cpu"))
         tables.rows(range(110, 120), 201)
         assert tables.n_bytes == n_rows * args.head_dim // 2 * torch.complex64.itemsize
+
+
+def test_tables_reach_the_context_that_yarn_extends():
+    """Regression: positions beyond max_seq_len were computed again in every step."""
+    yarn = replace(ARGS, max_seq_len=32, rope_scaling=RopeScaling("yarn", 4.0, 32))
+    for args in (yarn, rotary_of_windows(replace(yarn, local_rope_theta=100.0))):
+        tables = RotaryTables(args, dtype=torch.float64, device=torch.device("cpu"))
+        for positions in (range(0, 3), range(30, 40), range(127, 128)):
+            own = torch.from_numpy(tables.rows(positions, 9))
+            assert torch.equal(own, rotations(args, positions, 9))
+        assert tables.n_bytes == 128 * args.head_dim // 2 * torch.complex128.itemsize
 
 
 def test_least_recently_used_tables_are_dropped_above_the_limit(monkeypatch):

@@ -99,6 +99,14 @@ def test_int8_logits_match_for_kv_sharded_by_head_and_by_token(tp_size):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
+def test_results_gathered_in_slices_have_the_same_bits(monkeypatch):
+    """Regression: the results of all rows of a step were gathered at once."""
+    whole = run_on_threads(3, int8_logits, "sequence")
+    monkeypatch.setattr("parallel_llama.model.sharded_attention.MAX_GATHERED_ROWS", 7)
+    for sliced, expected in zip(run_on_threads(3, int8_logits, "sequence"), whole, strict=True):
+        assert torch.equal(sliced, expected)
+
+
 def test_each_rank_stores_its_part_of_the_blocks_plus_one(tmp_path):
     folder = write_hf(TINY_MODELS["7/1 llama3"], tmp_path)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops.attention import (
-    MAX_QUERIES,
     Plan,
     Queries,
     QueryChunk,
@@ -23,7 +22,7 @@ from parallel_llama.ops.attention import (
     SeenKeys,
     SinkPlan,
 )
-from parallel_llama.plan import PART_KEYS
+from parallel_llama.plan import MAX_QUERIES, MAX_TILE_PARTS, PART_KEYS
 
 PART_FIELDS = 7  # columns of `DecodeBatch.parts`
 
@@ -179,9 +178,20 @@ class CPUSinkPlan(SinkPlan):
 
 
 def part_tiles(queries: Queries, rank: int, n_ranks: int) -> Iterator[PartTile]:
-    """Yields the `PartTile`s of rank `rank` of `n_ranks`, with up to MAX_QUERIES queries each."""
-    for tile_queries in _batched(queries.in_parts()):
-        yield PartTile.of(tile_queries, rank, n_ranks)
+    """Yields the `PartTile`s of rank `rank` of `n_ranks`; all ranks have the same tiles.
+
+    A tile has up to MAX_QUERIES queries and, if it has several, up to MAX_TILE_PARTS parts.
+    """
+    tile: list[QueryParts] = []
+    n_parts = 0
+    for query in queries.in_parts():
+        n_parts += len(query.parts)
+        if tile and (len(tile) == MAX_QUERIES or n_parts > MAX_TILE_PARTS):
+            yield PartTile.of(tile, rank, n_ranks)
+            tile, n_parts = [], len(query.parts)
+        tile.append(query)
+    if tile:
+        yield PartTile.of(tile, rank, n_ranks)
 
 
 def _batched(queries: Iterable[Q]) -> Iterator[tuple[Q, ...]]:
