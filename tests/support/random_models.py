@@ -31,7 +31,7 @@ def random_model(rng: random.Random, base: TinyModel, wide: bool) -> TinyModel:
         wide: the inputs of every matrix are whole groups of WIDE, so that every format can hold it.
     """
     few = is_narrow(base) and not wide
-    n_heads = base.n_heads if base.n_heads > 12 else rng.randint(2, 12)
+    n_heads = base.n_heads if base.n_heads > 12 else rng.randint(2, 9)
     partly = base.family in _PARTLY_ROTATED
     head_dim = rng.choice([WIDE, WIDE, 2 * WIDE] if wide else [8, 16] if partly else [4, 8, 12, 16])
     if not partly and not wide:
