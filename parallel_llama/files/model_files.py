@@ -326,7 +326,8 @@ def _require_inside(index: Path, files: list[str]) -> None:
 def lies_within(folder: Path, file: str) -> bool:
     """Whether a file name leads to a path inside the folder, following links.
 
-    A snapshot of the hub's cache may also link into the `blobs` folder beside it.
+    A snapshot of the hub's cache may also link into the `blobs` folders of its repository and of
+    the cache, whose files all repositories share.
 
     Raises: UnreadableFile for a loop of links.
     """
@@ -335,7 +336,8 @@ def lies_within(folder: Path, file: str) -> bool:
         return False
     homes = [home]
     if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
+        repository = home.parent.parent
+        homes += [repository / "blobs", repository.parent / "blobs"]
     target = resolved(folder / file)
     return any(target.is_relative_to(home) for home in homes)
 

@@ -208,6 +208,17 @@ def test_a_snapshot_of_the_hub_cache_is_read(tmp_path):
     assert find_model(str(path)).weights == (path / "in.safetensors",)
 
 
+def test_blobs_that_repositories_of_hub_cache_share_are_read(tmp_path):
+    """huggingface_hub 2.4 links a repository's blobs of large files to the cache's own blobs."""
+    shared, blobs = folder(tmp_path / "blobs", "4567"), tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "0123").symlink_to(shared / "4567")
+    (blobs.parent / "snapshots").mkdir()
+    path = indexed(blobs.parent / "snapshots" / "abc", {"a": "in.safetensors"})
+    (path / "in.safetensors").symlink_to(blobs / "0123")
+    assert find_model(str(path)).weights == (path / "in.safetensors",)
+
+
 def test_index_cannot_name_blobs_of_hub_cache(tmp_path):
     """Links of a snapshot may lead to the blobs; names in an index may not."""
     folder(tmp_path / "blobs", "0.safetensors")
