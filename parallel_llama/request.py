@@ -222,7 +222,8 @@ class SamplingParams(_ShortRepr):
         logit_bias: a mapping of token ids to values that are added to their logits.
         grammar: a grammar that the completion must match.
         cache_salt: requests with different salts do not share the prefix cache.
-        bad_words: strings that are not generated.
+        bad_words: strings whose tokens are not drawn one after another. The same string can still
+            be generated in other tokens.
         allowed_token_ids: only these token ids are drawn.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.

@@ -3,14 +3,14 @@
     python -m launch.soak.bits [--models 3] [--staged 1] [--seed 1] [--families NAME...]
     python -m launch.soak.bits --smollm2 [--formats NAME...] [--seed 1]
 
-For every family, random variants of the tests' tiny models are written. For each model, random
-requests run alone on one rank with one thread, and then together: on every number of ranks from 1
-to that of its heads (9 at most), and in pipeline stages on a random number. What else must not
-matter is random in each run: even and uneven plans, a KV cache that is split by heads or by tokens,
-one or two threads per rank, and the batch, steps, blocks, drafts and prefix cache. Tokens, their
-log-probabilities and those of prompt tokens must have the same bits. The first answer to each
-request is also scored as a prompt, which must give the log-probabilities with which its tokens were
-drawn.
+For every family that transformers implements, random variants of the tests' tiny models are
+written. For each model, random requests run alone on one rank with one thread, and then together:
+on every number of ranks from 1 to that of its heads (9 at most), and in pipeline stages on a random
+number. What else must not matter is random in each run: even and uneven plans, a KV cache that is
+split by heads or by tokens, one or two threads per rank, and the batch, steps, blocks, drafts and
+prefix cache. Tokens, their log-probabilities and those of prompt tokens must have the same bits.
+The first answer to each request is also scored as a prompt, which must give the log-probabilities
+with which its tokens were drawn.
 
 With --smollm2, SmolLM2 runs in each format on 1 to 9 ranks, and the SHA-256 of all results is
 printed. With or without --smollm2, --planted turns exact sums off except in the runs of single

@@ -102,8 +102,8 @@ def _chatglm_features(fields: Fields) -> dict[str, Any]:
     rope = rope_fields(fields)
     if (kind := rope.string("rope_type", rope.string("type", "default"))) != "default":
         raise UsageError(
-            f"rope_type={kind[:80]!r} is not supported in 'chatglm', whose code ignores it; use "
-            "rope_ratio"
+            f"rope_type={kind[:80]!r} is not supported in 'chatglm': ChatGLM's code reads "
+            "only rope_ratio; set rope_ratio instead"
         )
     return {
         "attention_bias": fields.flag("add_qkv_bias", True),

@@ -326,8 +326,8 @@ def _require_inside(index: Path, files: list[str]) -> None:
 def lies_within(folder: Path, file: str) -> bool:
     """Whether a file name leads to a path inside the folder, following links.
 
-    A snapshot of the hub's cache may also link into the `blobs` folders of its repository and of
-    the cache, whose files all repositories share.
+    A snapshot of the hub's cache may also link into the `blobs` folder of its repository, and into
+    that of the cache, which all repositories share.
 
     Raises: UnreadableFile for a loop of links.
     """

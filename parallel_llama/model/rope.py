@@ -81,6 +81,7 @@ class RotaryTables:
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
         self._args, self._dtype, self._device = args, wide.to_complex(), device
+        self._longest = context_length(args)
         self._tables: dict[int, HostRotations] = {}
 
     def rows(self, positions: range, n_prompt: int) -> HostRotations:
@@ -89,7 +90,7 @@ class RotaryTables:
         Shapes: [T, 1, head_dim / 2] complex, on the host.
         """
         dynamic_len = base_len(self._args, n_prompt)
-        if not dynamic_len and positions.stop > context_length(self._args):
+        if not dynamic_len and positions.stop > self._longest:
             # With attention sinks a sequence, and its table, could grow without limit.
             return self._rounded(rotations(self._args, positions, n_prompt))
         if not dynamic_len or positions.stop <= dynamic_len:
@@ -116,8 +117,7 @@ class RotaryTables:
         table = self._tables.pop(key, None)
         if table is None or len(table) < positions.stop:
             # Twice the length, so that a growing sequence rarely needs a new table.
-            longest = key or context_length(self._args)
-            table = self._table(min(2 * positions.stop, longest), n_tokens)
+            table = self._table(min(2 * positions.stop, key or self._longest), n_tokens)
         self._tables[key] = table  # now the last, so the first is the least recently used
         while len(self._tables) > 1 and self.n_bytes > _MAX_TABLE_BYTES:
             del self._tables[next(iter(self._tables))]

@@ -19,7 +19,7 @@ _RUN_MODULE = (
 def module_command(module: str, *arguments: str) -> list[str]:
     """A command that runs `python -m module *arguments` without importing from the current folder.
 
-    The current folder may be that of a model, whose code must not run.
+    The current folder may be a model's folder, and Python files in it must not run.
     """
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", module, *arguments]

@@ -102,7 +102,7 @@ def _launcher() -> _Launcher | None:
 
 
 def _launchers_found() -> list[_Launcher]:
-    """The launchers, without torchrun, whose rank and size are set; the first one has precedence.
+    """The launchers other than torchrun that have set a rank and a size, in order of precedence.
 
     With PMI-2, srun also sets the rank and size of mpiexec, but not mpiexec's local rank.
     """

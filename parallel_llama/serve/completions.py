@@ -36,7 +36,7 @@ _TOKEN_BYTES = 32  # estimate of the JSON of a token, and of each of its log-pro
 class _TextOffsets:
     """Counts the characters of a text before each of its tokens.
 
-    A token whose bytes end inside a character adds that character with a later token.
+    If the bytes of a character are split over several tokens, the last token adds the character.
 
     Args:
         n_before: the characters before the first token.

@@ -258,7 +258,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._clear_timer()
         self._begin_head()
-        if self.cycle.response_complete:  # before the body, whose bytes ended the keep-alive timer
+        # If the response was sent before the body arrived, the body has ended the keep-alive timer.
+        if self.cycle.response_complete:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )

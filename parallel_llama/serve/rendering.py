@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 async def streamed(chunks: AsyncGenerator[bytes]) -> EventStream:
-    """A stream whose first event is ready; a later error is logged and becomes its last event.
+    """A stream with its first event ready; a later error is logged and sent as the last event.
 
     Raises: what `chunks` raises before its first event, which can still be an HTTP error.
     """

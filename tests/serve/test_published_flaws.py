@@ -28,7 +28,7 @@ def canary(tiny: Served) -> Iterator[Canary]:
 
 
 def refused(served: Served, canary: Canary, path: str, says: str, **fields: Any) -> None:
-    """The request gets a 400 whose field or message has a text; others are answered as usual."""
+    """The request gets status 400, with the text in its field or message; others are answered."""
     status, _, body = served.send("POST", path, {"max_tokens": 1, **fields})
     assert status == 400, body
     error = json.loads(body)["error"]

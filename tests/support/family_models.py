@@ -1,6 +1,6 @@
-"""Tiny models of the families that have tests of their own, three or more of each.
+"""Tiny models of the families that have tests of their own.
 
-With tiny_models.TINY_MODELS, they are at least one model of every family.
+With tiny_models.TINY_MODELS, they include every family that transformers implements.
 """
 
 from typing import Any
