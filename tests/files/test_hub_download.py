@@ -353,17 +353,22 @@ def test_hub_names_are_parsed_or_rejected():
         assert parse_hub_name(bad) is None
 
 
-def test_other_ranks_of_a_host_time_out_waiting_for_first_rank(hub, monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
+def set_second_rank_of_three(monkeypatch):
+    """Sets the variables that torchrun gives to the second of three ranks of a host."""
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in ranks.items():
         monkeypatch.setenv(name, value)
+
+
+def test_other_ranks_of_a_host_time_out_waiting_for_first_rank(hub, monkeypatch):
+    set_second_rank_of_three(monkeypatch)
     with pytest.raises(UsageError, match=r"first rank of this host .* for 0\.1 s; see the message"):
         require_downloaded(NAME, 0.1)
     assert hub.requests == [] and os.environ["RANK"] == "1"
 
 
 def test_other_ranks_of_a_host_wait_while_the_first_one_downloads(hub, monkeypatch, tmp_path):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    set_second_rank_of_three(monkeypatch)
     lock = tmp_path / "hub" / ".locks" / "models--some-org--Some.Model_1" / "parallel_llama.lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w") as file, ThreadPoolExecutor() as pool:

@@ -6,7 +6,12 @@ from launch.soak import bits
 
 pytestmark = pytest.mark.slow
 
-ONE_MODEL = ("--models=1", "--runs=1", "--families", "9/3 tied")
+ONE_MODEL = ("--models=1", "--families", "llama")
+
+
+@pytest.fixture(autouse=True)
+def few_ranks(monkeypatch):
+    monkeypatch.setattr(bits, "MAX_RANKS", 3)
 
 
 def test_random_model_gives_equal_bits_in_a_random_setup(capsys):
