@@ -512,11 +512,12 @@ def resolve_max_tokens(
     if max_tokens <= n_free:
         return max_tokens
     min_tokens = max(1, params.min_tokens)
-    remedy = (
-        f"ask for at most {counted(n_free, 'new token')}"
-        if n_free >= min_tokens
-        else f"shorten the prompt to at most {counted(max_seq_len - min_tokens, 'token')}"
-    )
+    if params.min_tokens >= max_seq_len:  # then no prompt is short enough
+        remedy = f"lower min_tokens={min_tokens}"
+    elif n_free >= min_tokens:
+        remedy = f"ask for at most {counted(n_free, 'new token')}"
+    else:
+        remedy = f"shorten the prompt to at most {counted(max_seq_len - min_tokens, 'token')}"
     raise ContextExceeded(
         f"{counted(n_prompt, 'prompt token')} and {counted(max_tokens, 'new token')} need "
         f"{n_prompt + max_tokens} positions, but the {limited_by} has {max_seq_len}; {remedy}, or "

@@ -139,6 +139,22 @@ def test_messages_in_operations_page_exist_in_source():
             assert part.strip("; .") in said, message
 
 
+def test_environment_variables_are_documented():
+    """All variables that the package reads are in the table, except those of other programs."""
+    sources = [path.read_text() for path in (ROOT / "parallel_llama").rglob("*.py")]
+    reads = re.compile(r'environ(?:\.get\(|\[)"(\w+)"|"([A-Z]\w+)" (?:not )?in os\.environ')
+    names = {name for source in sources for pair in reads.findall(source) for name in pair if name}
+    assert {"OMP_NUM_THREADS", "CC", "SLURM_NODEID"} <= names
+    section = (ROOT / "docs" / "deploy.md").read_text().split("## Environment variables")[1]
+    documented = set(re.findall(r"`(\w+)`", section))
+    of_other_programs = (
+        *re.findall(r"`(\w+_)\*`", section),
+        *("ENVIRONMENT", "KUBERNETES_", "TORCHELASTIC_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
+        "HUGGINGFACE_HUB_CACHE",  # the older name of HF_HUB_CACHE
+    )
+    assert [n for n in names - documented if not n.startswith(of_other_programs)] == []
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 10_000
 

@@ -166,6 +166,8 @@ def test_max_tokens_none_extends_to_end_of_context():
     assert resolve_max_tokens(100, SamplingParams(max_tokens=None), 128) == 28
     with pytest.raises(ContextExceeded, match="shorten the prompt to at most 98 tokens"):
         resolve_max_tokens(100, SamplingParams(max_tokens=None, min_tokens=30), 128)
+    with pytest.raises(ContextExceeded, match=r"has 128; lower min_tokens=200, or enlarge"):
+        resolve_max_tokens(100, SamplingParams(max_tokens=None, min_tokens=200), 128)
 
 
 @pytest.mark.parametrize(
