@@ -151,7 +151,7 @@ MatrixFormat = DenseFormat | QuantFormat
 
 @dataclass(frozen=True)
 class ScaledFormat:
-    """The numbers and scales of a weight in a native folder, which are decoded at loading.
+    """A weight in a native folder: numbers and scales, decoded while the weight is loaded.
 
     A value is (number - zero point) * scale; with a divisor, it is number * (scale / divisor).
 

@@ -271,7 +271,7 @@ class LLM:
         *,
         finishes_others: bool,
     ) -> Generator[StepOutput, None, None]:
-        """As `run`; `finishes_others` is whether the others end before an error of one request."""
+        """As `run`; with `finishes_others`, an error of one request waits for other requests."""
         call = _GenerateCall()
         self.statistics.begin()
         try:

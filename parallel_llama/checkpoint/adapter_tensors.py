@@ -73,7 +73,7 @@ class _OutputMatrices(Checkpoint):
         self.bytes = ByteRanges(adapter.weights)
 
     def check(self, args: ModelArgs) -> None:
-        """Does nothing: the adapter was checked with its header."""
+        """Does nothing: `load_adapter` has checked the adapter."""
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         stored_slice = self._slices[param.name]

@@ -85,8 +85,8 @@ class HFFolder(TensorFiles):
         is_pickled = any(path.suffix != ".safetensors" for path in files.weights)
         if is_pickled and (why := why_untied(tensors, args)) is not None:
             raise CheckpointError(
-                f"{files.path}: {why}; set tie_word_embeddings to false in config.json to use the "
-                "former, or remove it from the files"
+                f"{files.path}: {why}; set tie_word_embeddings to false in config.json to use "
+                "both, or remove the former from the files"
             )
         if files.index is not None:
             _require_index(files.index, headers, args)

@@ -56,7 +56,7 @@ class MergedCheckpoint(Checkpoint):
         return stored in self._adapter.pairs or stored in self._adapter.whole
 
     def check(self, args: ModelArgs) -> None:
-        """Compare the base with its own model; the adapter was checked with its header."""
+        """Compare the base with its own model; `load_adapter` has checked the adapter."""
         self.base.check(replace(args, tied_embeddings=self.base.args.tied_embeddings))
 
     def read(self, param: Param, rows: range, order: RotaryOrder = "half") -> Tensor:

@@ -128,7 +128,8 @@ EXACT: Flag[bool | None] = Flag(
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
     "number of tokens at the start of a text, usually 4, that every token attends to, in addition "
-    "to a sliding window (the model's own, else its context); a text can then grow without limit",
+    "to a sliding window (the model's own, else the rest of the context); a text can then grow "
+    "without limit",
     token_count(0), "N", default=LLMConfig.attention_sinks, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(

@@ -24,7 +24,7 @@ from parallel_llama.files.scalar import read_scalar
 _SCALES = "input_scale", "activation_scale"
 _ZERO = "input_zero_point"
 
-# The group of each matrix: one product, or one call for all experts, computes a whole group.
+# Matrices with the same value run in one product, or in one call for all experts.
 _SHARED = {"wq": "qkv", "wk": "qkv", "wv": "qkv", "w1": "w13", "w3": "w13", "w2": "w2"}
 
 # The tensors of an HF folder by their full names, with their files.

@@ -60,7 +60,7 @@ def transport(
 def measure(comm: Communicator) -> list[Pace | None]:
     """The pace of every rank.
 
-    Collective: some tens of all_gathers and barriers.
+    Collective: tens of all_gathers and barriers.
     """
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     exchange_s = min(_timed(lambda: comm.all_gather(message)) for _ in range(_N_MESSAGES))

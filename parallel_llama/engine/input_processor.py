@@ -371,7 +371,7 @@ class InputProcessor:
     def _token_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word with and without a space before it.
 
-        Both at the beginning of a text and inside it: SentencePiece puts a space before a text.
+        Encoded at the start of a text and inside one, because SentencePiece prepends a space.
         """
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:

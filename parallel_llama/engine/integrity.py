@@ -55,7 +55,7 @@ _EXCHANGE_STEPS = 64
 # A larger residual stream is digested immediately, because several copies would take much memory.
 _MAX_UNDIGESTED_BYTES = 1 << 20
 
-# The words that are summed at once, in some 20 microseconds.
+# The words that are summed at once, in about 20 microseconds.
 _WORDS = (128 << 10) // 8
 
 Words = npt.NDArray[np.unsignedinteger]

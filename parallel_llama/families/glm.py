@@ -96,8 +96,8 @@ def _chatglm_features(fields: Fields) -> dict[str, Any]:
     rope_ratio = fields.number("rope_ratio", 1.0)
     if rope_ratio != 1 and "chatglm2" in fields.string("_name_or_path", "").lower():
         raise UsageError(
-            f"rope_ratio={rope_ratio:g} of ChatGLM2, which divides positions, is not supported; "
-            "ChatGLM3 and GLM-4, which multiply the rotary base, are"
+            f"rope_ratio={rope_ratio:g} of ChatGLM2 divides positions, which is not supported; "
+            "use ChatGLM3 or GLM-4"
         )
     rope = rope_fields(fields)
     if (kind := rope.string("rope_type", rope.string("type", "default"))) != "default":

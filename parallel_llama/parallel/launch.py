@@ -54,7 +54,7 @@ MAX_RANKS = 1024
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # from a supervisor, and from a closed terminal
 
 _SETTLED_S = 10.0  # a spare that ends sooner probably cannot run on this host
-_MAX_UNSETTLED = 3  # such spares in a row, before no more are started
+_MAX_UNSETTLED = 3  # after this many such spares in a row, no spare is started
 
 _POLL_S = 0.02
 _TERM_GRACE_S = 1.0

@@ -1,7 +1,7 @@
 """Collectives through shared memory, for ranks of one host.
 
 A decode step of 30 layers has 61 all-reduces of a few kilobytes. Each takes 0.4 to 0.9 ms in gloo,
-and some tens of microseconds here.
+and tens of microseconds here.
 
 Set-up needs no torch.distributed. The ranks exchange the address of the memory through another
 communicator (`share`), or rank 0 sends the other ranks a `Region`. The memory is an anonymous file
@@ -533,10 +533,9 @@ class SharedMemory(Communicator):
     def _wait(self, signature: int, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits, yielding the core, until all ranks have published this phase.
 
-        A rank is late after `limit_s` seconds in which it was never exempt. The collectives of the
-        ranks that have published are compared at every poll, before all ranks have published: a
-        rank that detects a difference leaves after `_REPORT_S`, and a report that another rank
-        writes later would lack its stack.
+        A rank is late after `limit_s` seconds in which it was never exempt. Each poll compares the
+        collectives of the ranks that have published so far: a rank that detects a difference
+        leaves after `_REPORT_S`, and a later report would lack the stack of that rank.
         """
         seen_s = time.monotonic()
         waited_s = 0.0

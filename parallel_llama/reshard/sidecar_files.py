@@ -134,8 +134,8 @@ def _generation_config(source: ModelFiles, defaults: GenerationDefaults) -> byte
         left_out = [name for name in ("top_p", "top_k", "min_p") if name in defaults.sampling]
         if left_out:
             logger.warning(
-                "written without %s of %s: generation_config.json has filters only with a "
-                "temperature",
+                "written without %s of %s: generation_config.json has no filters for greedy "
+                "decoding",
                 listed(left_out),
                 source.path,
             )

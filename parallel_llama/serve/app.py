@@ -192,18 +192,18 @@ OPERATIONS = (
         replies.CompletionReply, replies.CompletionReply,
     ),
     _post(
-        "tokenize", "/tokenize", "Token ids of a text or chat", tokenize, bodies.TokenizeBody,
+        "tokenize", "/tokenize", "Tokenize a text or chat", tokenize, bodies.TokenizeBody,
         replies.Tokens,
     ),
     _post(
-        "detokenize", "/detokenize", "Text of token ids", detokenize, bodies.DetokenizeBody,
+        "detokenize", "/detokenize", "Detokenize token ids", detokenize, bodies.DetokenizeBody,
         replies.Detokenized,
     ),
     Operation(
         "tokenizer_info", "/tokenizer_info", "Tokenizer metadata", tokenizer_info,
         replies.TokenizerInfo,
     ),
-    Operation("models", "/v1/models", "Names of the served model", models, replies.Models),
+    Operation("models", "/v1/models", "Models and adapters", models, replies.Models),
     Operation("model", "/v1/models/{name:path}", "One model", model, replies.Model),
     Operation("status", "/status", "Server, engine and KV cache status", status),
     Operation("metrics", "/metrics", "Prometheus metrics", metrics, is_text=True),

@@ -171,8 +171,8 @@ class JinjaChat:
         fields = (chat.messages, chat.tools, chat.documents, chat.template_vars)
         taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text, cut}
         taken.update(*self._markup)
-        # This does not find a noncharacter that is escaped in the JSON text of a call's arguments.
-        # If `encode` cuts with that character, it drops it from the arguments.
+        # A noncharacter that is escaped in the JSON text of a call's arguments is not found. If
+        # `encode` cuts with this noncharacter, the arguments lose it.
         unused = next((char for char in _NONCHARACTERS if char not in taken), None)
         if unused is None:
             raise UsageError(
@@ -211,9 +211,9 @@ class JinjaChat:
         return text
 
     def _end_of_beginning(self, text: str) -> int | None:
-        """Where a beginning of markup ends that has only whitespace after it; None without one.
+        """The end of a partial mark that only whitespace follows; None if there is no such mark.
 
-        Of several beginnings, this is the one that starts first, and of those the longest.
+        The partial mark that starts first counts; if several start there, the longest.
         """
         n_chars, n_stripped = len(text), len(text.rstrip())
         for start in range(max(0, n_stripped - self._longest), n_chars):
@@ -228,8 +228,8 @@ class JinjaChat:
     def _begun(self, template: str, chat: Chat, cut: str) -> str:
         """The text of a conversation up to the end of its last message, without trailing spaces.
 
-        As in transformers, the template gets that message with a mark at its end. The message's
-        text alone may also occur in the markup after it.
+        As in transformers, the last message gets a mark appended: a search for its text alone
+        could match the markup that follows.
         """
         mark = self._unused_in(chat, cut)
         *earlier, last = chat.messages

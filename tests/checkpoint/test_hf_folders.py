@@ -219,7 +219,7 @@ def test_tied_pytorch_bin_with_another_head_is_refused_with_the_remedy(tied):
     torch.save({**state, HEAD: state[EMBEDDINGS] + 1}, tied / BIN)
     text = refusal(tied)
     assert f"ties {HEAD} to {EMBEDDINGS}" in text
-    assert "set tie_word_embeddings to false in config.json to use the former, or remove" in text
+    assert "set tie_word_embeddings to false in config.json to use both, or remove" in text
 
 
 def as_one_vector(folder: Path) -> None:

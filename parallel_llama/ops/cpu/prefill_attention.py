@@ -70,9 +70,8 @@ class BlockShape:
     Args:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
-        n_at_once: the number of keys that are scored in one call is a multiple of this number,
-            which divides `tile`. `_VectorProducts` also sums at most this many numbers of a value
-            together.
+        n_at_once: a divisor of `tile`; each call scores a multiple of this many keys.
+            `_VectorProducts` also sums at most this many numbers of a value together.
         n_strided: the number of partial sums of a tile's weights; each is over every `n_strided`-th
             key.
     """

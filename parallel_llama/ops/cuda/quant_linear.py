@@ -201,8 +201,8 @@ def _product(
         if NARROW:
             dots = _add_plane(dots, at + WIDE, own_x, is_value, groups, first_row, n, n_groups,
                               WIDE, NARROW, N_PARTS)  # fmt: skip
-        # With this hint a thread loads one number, and the numbers are in the same threads as those
-        # of the other tensors. After loads of vectors they would have to be moved between threads.
+        # With this hint each thread loads one number, so the layout equals that of the other
+        # tensors. A vectorised load would need a layout conversion between threads.
         block = tl.max_contiguous(((n_before + groups) // N_SHARED)[:, None], (1, 1))
         scale = tl.load(own_halves + block, is_value, 0).to(tl.float32)
         if HAS_MIN:
