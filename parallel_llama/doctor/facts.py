@@ -20,7 +20,7 @@ import parallel_llama
 from parallel_llama.doctor.check import Check
 from parallel_llama.doctor.records import exchange
 from parallel_llama.errors import named_ranks, ranks_do
-from parallel_llama.ops.cpu.jit import CPUFeatures, code_cache, computes, this_machine
+from parallel_llama.ops.cpu.jit import CPUFeatures, code_cache, this_machine, why_no_kernels
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.communicators import address_to, visible_gpus
 from parallel_llama.parallel.device_choice import count_gpus, too_few
@@ -211,9 +211,9 @@ def gpus(n_local: int, needed: int) -> Check:
 def instruction_set(machine: CPUFeatures | None = None) -> Check:
     machine = machine or this_machine()
     seen = f"{platform.machine()}, vectors of {machine.vector_bytes} bytes"
-    if not computes(torch.float32, torch.device("cpu")):
-        seen += "; no kernels for this CPU, so torch's operators run"
-        return Check("instruction-set", "warn", seen, "use a CPU with AVX2 or NEON")
+    if (why := why_no_kernels()) is not None:
+        missing, remedy = why.split("; ")
+        return Check("instruction-set", "warn", f"{seen}; torch's operators run: {missing}", remedy)
     if machine.vector_bytes < 32 and platform.machine() == "x86_64":
         remedy = "use a CPU model with AVX2 for the virtual machine: -cpu host"
         return Check("instruction-set", "warn", f"{seen}: no AVX2", remedy)

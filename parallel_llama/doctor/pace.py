@@ -1,5 +1,6 @@
 """Measures and compares the speed of the ranks: exchanges, a fixed product, and memory reads."""
 
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,9 @@ def transport(
         return Check("transport", "warn", seen, "end other programs" if is_one_host else remedy)
     if is_one_host and not is_shared:
         seen += "; ranks of one host usually share memory, which is faster"
-        return Check("transport", "warn", seen, "start all ranks in one container, on x86-64")
+        is_x86 = platform.machine() == "x86_64"
+        remedy = "start all ranks in one container" if is_x86 else "use one rank with all cores"
+        return Check("transport", "warn", seen, remedy)
     return Check("transport", "pass", seen)
 
 

@@ -48,7 +48,7 @@ from parallel_llama.memory import (
     working_bytes,
 )
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
-from parallel_llama.ops.cpu.jit import has_kernels
+from parallel_llama.ops.cpu.jit import why_no_kernels
 from parallel_llama.ops.triton_toolchain import why_unusable
 from parallel_llama.parallel.communicators import own_device, visible_gpus
 from parallel_llama.parallel.device_choice import (
@@ -64,6 +64,7 @@ from parallel_llama.shares import choose_shares
 
 logger = logging.getLogger(__name__)
 
+_WITHOUT_KERNELS = "the model runs on torch's operators, many times slower and without exact sums"
 _WHY_UNROUNDED = (
     "activations are not rounded, although config.json asks for it: a scale depends on inputs of "
     "all ranks, and only exact sums gather these; use --exact on the CPU, or one rank"
@@ -110,7 +111,7 @@ class ModelSetup:
         # keep that data on one host.
         is_local = is_one_host(self.size) or config.pp > 1
         requested_exact = config.exact if is_local else bool(config.exact)
-        if self.kind == "cpu" and not has_kernels():
+        if self.kind == "cpu" and why_no_kernels() is not None:
             requested_exact = _inexact(config.exact)
         max_stage_size = max(stage_sizes(n_shards, config.pp))
         self.exact = resolve_exact(requested_exact, self.args, max_stage_size, self.kind)
@@ -137,6 +138,8 @@ class ModelSetup:
         warnings = [why_unrecorded(self.args, self.plan.kv_parts, self.kind)]
         if self.exact and config.exact is None and self.precision.dtype == "bfloat16":
             warnings.append(_why_without_tiles())
+        if self.kind == "cpu" and (why := why_no_kernels()) is not None:
+            warnings.append(f"{_WITHOUT_KERNELS}, because {why}")
         if self.kind == "cuda":
             warnings.append(why_unusable())
         if has_files:

@@ -312,8 +312,8 @@ def test_a_rank_with_other_weights_is_named(tmp_path):
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ops.cpu.jit", "engine.setup", "doctor.rank"):
-        monkeypatch.setattr(f"parallel_llama.{module}.has_kernels", lambda: False)
+    for module in ("ops.cpu.jit", "engine.setup"):
+        monkeypatch.setattr(f"parallel_llama.{module}.why_no_kernels", lambda: "a reason; a remedy")
 
 
 @pytest.mark.usefixtures("no_kernels")

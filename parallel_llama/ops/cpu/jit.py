@@ -90,6 +90,8 @@ def openmp() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(None)
     if hasattr(loaded, "GOMP_parallel"):
         return loaded
+    with suppress(OSError):  # loaded by torch, but its names are visible only to torch
+        return ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     return ctypes.CDLL(str(bundled[0])) if bundled else None
 
@@ -107,11 +109,23 @@ def compute_alone() -> None:
 
 
 @cache
+def why_no_kernels() -> str | None:
+    """Why kernels cannot run on this host, and the remedy; None if they can."""
+    features = llvm.get_host_cpu_features()
+    if not (features.get("fma") or features.get("neon")):
+        # Every fused multiply-add would be a function call.
+        return (
+            "the CPU has no fused multiply-add instruction; in a virtual machine, use the CPU "
+            "model of the host (-cpu host)"
+        )
+    if openmp() is None:
+        return "torch does not use GNU OpenMP (libgomp); install torch from PyPI"
+    return None
+
+
 def has_kernels() -> bool:
     """Whether kernels run on this CPU, with this build of torch."""
-    features = llvm.get_host_cpu_features()
-    # Without an instruction for it, every fused multiply-add would be a function call.
-    return openmp() is not None and bool(features.get("fma") or features.get("neon"))
+    return why_no_kernels() is None
 
 
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
