@@ -14,19 +14,20 @@ from threading import Thread
 
 import torch
 
-from parallel_llama.engine.input_processor import Prompt
+from parallel_llama.engine.input_processor import Prompt, Prompts, as_prompts, per_prompt
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.statistics import EngineStatistics
 from parallel_llama.errors import UsageError
-from parallel_llama.llm import LLM
+from parallel_llama.llm import LLM, params_of
 from parallel_llama.request import Completion, Request, SamplingParams
 
 
 class RequestHandle:
     """One submitted request: iterate over its outputs, or await its completions.
 
-    The outputs of all choices arrive in one stream. Call `cancel` to stop the request early.
+    The outputs of all choices arrive in one stream. Call `cancel`, or leave the iteration, to stop
+    the request early.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ _Commands = queue.SimpleQueue[RequestHandle | _Cancel | None]
 class AsyncLLM:
     """An LLM for many coroutines of one event loop at once; it owns the LLM until `close`.
 
-    Create it inside the event loop, and close it before the loop ends. A short request may start
+    Create it inside the event loop, and close it before the loop ends; another event loop cannot
+    use it. Until `close`, the LLM itself refuses calls. A short request may start
     before a long one that was submitted earlier (see `engine.scheduler`). A step that produces NaN
     or Inf fails all running requests with NumericalError; any other error of the engine fails them
     and ends the engine.
@@ -92,6 +94,7 @@ class AsyncLLM:
     Args:
         llm: the loaded model, on rank 0.
 
+    Raises: UsageError if the LLM is closed, has unfinished requests, or has an AsyncLLM already.
     Collective: the other ranks call `rank_rpc.serve_rank`.
     """
 
@@ -107,6 +110,7 @@ class AsyncLLM:
         self._input_thread = ThreadPoolExecutor(1, "input_processor")
         self._n_threads = torch.get_num_threads()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
+        llm.lend()
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -127,45 +131,61 @@ class AsyncLLM:
             timeout_s: seconds until the request times out and ends with the tokens so far.
 
         Raises: UsageError for a prompt or parameters that cannot run; RuntimeError after the engine
-        has ended.
+        has ended, and in another event loop.
         """
-        self._require_open()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._start(await self._request(prompt, params, adapter), deadline_s)
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[Completion]:
+        """Complete a prompt or several prompts, as `LLM.generate`.
+
+        Raises: as `submit`.
+        """
+        prompt_list = as_prompts(prompts)
+        params = params_of(params, sampling_params)
+        settings = per_prompt(len(prompt_list), params, adapter)
+        inputs, completions = self._llm.input_processor, list[Completion]()
+        started: list[tuple[Request, RequestHandle]] = []
+        try:
+            for prompt, (own_params, own_adapter) in zip(prompt_list, settings, strict=True):
+                request = await self._request(prompt, own_params, own_adapter)
+                started.append((request, self._start(inputs.with_markers(prompt, request))))
+            for index, (prompt, (request, handle)) in enumerate(
+                zip(prompt_list, started, strict=True)
+            ):
+                choices = [replace(each, index=index) for each in await handle.completions()]
+                completions += inputs.finished(prompt, request, choices)
+            return completions
+        finally:
+            for _, handle in started:  # after an error or a cancellation
+                handle.cancel()
+
+    async def _request(
+        self, prompt: Prompt, params: SamplingParams | None, adapter: str | None
+    ) -> Request:
+        """The checked request for one prompt. Raises: as `submit`."""
+        self._require_open()
         index, self._n_submitted = self._n_submitted, self._n_submitted + 1
         make_request = partial(self._llm.input_processor.request, is_interactive=True)
         request = await asyncio.get_running_loop().run_in_executor(
             self._input_thread, make_request, index, prompt, params, None, adapter
         )
         self._llm.engine.check(request)
-        self._require_open()  # no await until `put`, so `close` cannot run in between
+        return request
+
+    def _start(self, request: Request, deadline_s: float | None = None) -> RequestHandle:
+        """Submit a request. Raises: as `submit`."""
+        self._require_open()  # `close` may have run while the request was made
         handle = RequestHandle(request, self._client.queue, deadline_s)
         self._client.queue.put(handle)
         return handle
-
-    async def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-    ) -> list[Completion]:
-        """Complete several prompts. Returns: the completions by prompt, then by choice.
-
-        `adapter` is the name of an adapter for all prompts; None for the model without one.
-        The `index` of a completion is the index of its prompt in `prompts`.
-        """
-        handles: list[RequestHandle] = []
-        try:
-            for prompt in prompts:
-                handles.append(await self.submit(prompt, params, adapter=adapter))
-            return [
-                replace(completion, index=index)
-                for index, handle in enumerate(handles)
-                for completion in await handle.completions()
-            ]
-        finally:
-            for handle in handles:  # after an error or a cancellation
-                handle.cancel()
 
     def statistics(self) -> EngineStatistics:
         """The load of the engine; the numbers may belong to two consecutive steps."""
@@ -184,6 +204,11 @@ class AsyncLLM:
             raise self._error
 
     def _require_open(self) -> None:
+        self._llm.ranks.require_not_forked()
+        if asyncio.get_running_loop() is not self._client.event_loop:
+            raise RuntimeError(
+                "this AsyncLLM belongs to another event loop; create a new one in this loop"
+            )
         if self._is_closed:
             raise RuntimeError("this AsyncLLM is closed; create a new one")
         if self._error is not None:
@@ -199,6 +224,8 @@ class AsyncLLM:
             self._error = error
             self._client.on_failed(self._loop.drop_all(), error)
             self._client.refuse_commands(error)
+        finally:
+            self._llm.take_back()
 
 
 class _QueueClient:
@@ -206,7 +233,7 @@ class _QueueClient:
 
     def __init__(self, loop: EngineLoop[RequestHandle]) -> None:
         self.queue: _Commands = queue.SimpleQueue()
-        self._loop, self._event_loop = loop, asyncio.get_running_loop()
+        self._loop, self.event_loop = loop, asyncio.get_running_loop()
 
     def take_commands(self, wait: bool) -> bool:
         while wait or not self.queue.empty():
@@ -253,6 +280,6 @@ class _QueueClient:
     def _call(self, function: Callable[[], None]) -> None:
         """Call a function in the event loop."""
         try:
-            self._event_loop.call_soon_threadsafe(function)
+            self.event_loop.call_soon_threadsafe(function)
         except RuntimeError:  # the event loop has ended without `close`
             self.queue.put(None)

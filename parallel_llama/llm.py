@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -20,28 +20,32 @@ from typing_extensions import Unpack
 
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.calibration import RankRates
-from parallel_llama.engine.input_processor import InputProcessor, Prompt, Prompts, as_prompts
+from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.input_processor import (
+    InputProcessor,
+    Prompt,
+    Prompts,
+    as_prompts,
+    as_token_ids,
+)
 from parallel_llama.engine.llm_config import LLMConfig, Settings, adapter_folders
 from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.engine.turns import Turns
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import bytes_passed_over
 from parallel_llama.parallel.communicators import use_device
-from parallel_llama.request import (
-    Completion,
-    Request,
-    SamplingParams,
-    with_outputs,
-    with_special_tokens,
-)
-from parallel_llama.tokenizer import Chat, Tokenizer
-from parallel_llama.tokenizer.answers import split_answer
+from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.tokenizer import Tokenizer
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
 _Adapter = str | Sequence[str | None] | None
+
+# Signals whose handlers may raise an exception: Ctrl-C, and the time limits of scripts.
+_DELAYED_SIGNALS = signal.SIGINT, signal.SIGALRM
 
 
 @dataclass
@@ -78,6 +82,9 @@ class Statistics:
 
 class LLM:
     """A model, ready to generate; `with LLM(...) as llm` closes it at the end.
+
+    Threads may call one LLM at the same time; their requests share the batch. A process made by
+    `os.fork` cannot use the LLM of its parent.
 
     The constructor starts the other ranks on this host; they end with this process. Under torchrun
     they exist already: rank 0 runs the program, and on every other rank the constructor serves rank
@@ -132,21 +139,29 @@ class LLM:
         except BaseException:
             self._end()
             raise
-        self.engine = self.ranks.engine
-        self.rank = self.engine.comm.rank
+        self.rank, self._tp_size = self.engine.comm.rank, self.engine.comm.size
         self.statistics = Statistics(
             setup.weight_bytes, self.ranks.cuda_bytes, load_s=time.monotonic() - start_s
         )
         self._loop: EngineLoop[tuple[_GenerateCall, int]] = EngineLoop(self.ranks)
+        self._turns, self._is_lent = Turns(), False
+        self._inputs_lock = threading.Lock()  # a tokenizer or template need not be thread-safe
         if self.rank > 0:
             self.ranks.follow()
             self.close()
             raise SystemExit(0)
 
     @property
+    def engine(self) -> Engine:
+        """Raises: UsageError after `close`, which frees the engine's memory."""
+        return self.ranks.engine
+
+    @property
     def tp_size(self) -> int:
         """The number of ranks; with `elastic` it changes when a rank is lost or replaced."""
-        return self.engine.comm.size
+        if self._end.alive:
+            self._tp_size = self.engine.comm.size
+        return self._tp_size
 
     def generate(
         self,
@@ -173,31 +188,20 @@ class LLM:
         if the model produces NaN or Inf.
         """
         prompt_list = as_prompts(prompts)
-        params = _params_of(params, sampling_params)
-        requests = self.input_processor.requests(prompt_list, params, adapter)
-        with_markers = {
-            request.index
-            for prompt, request in zip(prompt_list, requests, strict=True)
-            if isinstance(prompt, Chat)
-            and self.input_processor.has_markers
-            and request.params.skip_special_tokens
-        }
-        requests = [
-            with_special_tokens(request) if request.index in with_markers else request
-            for request in requests
-        ]
+        params = params_of(params, sampling_params)
+        inputs = self.input_processor
+        with self._inputs_lock:
+            requests = inputs.requests(prompt_list, params, adapter)
+        prompts_and_requests = list(zip(prompt_list, requests, strict=True))
         choices: list[list[Completion]] = [[] for _ in requests]
-        for output in self._run(requests, lambda: False, finishes_others=False):
+        marked = [inputs.with_markers(prompt, request) for prompt, request in prompts_and_requests]
+        for output in self._run(marked, lambda: False, finishes_others=False):
             if output.completion is not None:
                 choices[output.completion.index].append(output.completion)
         completions = []
-        for prompt, request, own_choices in zip(prompt_list, requests, choices, strict=True):
+        for (prompt, request), own_choices in zip(prompts_and_requests, choices, strict=True):
             own_choices.sort(key=lambda completion: completion.choice)
-            if request.index in with_markers:
-                own_choices = [self._split(request, completion) for completion in own_choices]
-            completions += with_outputs(
-                own_choices, self.input_processor.text_of(prompt, request), request
-            )
+            completions += inputs.finished(prompt, request, own_choices)
         return completions
 
     def chat(
@@ -240,8 +244,9 @@ class LLM:
 
         Raises: UsageError for more than one choice, whose texts would mix.
         """
-        own_params = _params_of(params, sampling_params)
-        requests = self.input_processor.requests([prompt], own_params, adapter)
+        own_params = params_of(params, sampling_params)
+        with self._inputs_lock:
+            requests = self.input_processor.requests([prompt], own_params, adapter)
         if requests[0].params.n > 1:
             raise UsageError(f"n={requests[0].params.n}: a stream has one choice; use generate")
         for output in self.run(requests):
@@ -275,22 +280,17 @@ class LLM:
         call = _GenerateCall()
         self.statistics.begin()
         try:
-            self._require_open()
-            for request in requests:
-                self.engine.check(request)
-            for number, request in enumerate(requests):
-                self._loop.submit((call, number), request)
-                call.unfinished.add(number)
+            with self._turn():
+                for request in requests:
+                    self.engine.check(request)
+                for number, request in enumerate(requests):
+                    self._loop.submit((call, number), request)
+                    call.unfinished.add(number)
             while call.unfinished or call.inbox:
                 if interrupted():
-                    self._cancel(call)
-                if not call.inbox:
-                    self._require_open()
-                    if not self._is_running(call):
-                        raise RuntimeError(
-                            "these requests ended when another run failed; run them again"
-                        )
-                    self._step_for_all()
+                    with self._turn():
+                        self._cancel(call)
+                self._await_output(call)
                 if call.refused is not None and not finishes_others:
                     raise call.refused
                 while call.inbox:
@@ -318,7 +318,7 @@ class LLM:
         contains it.
 
         Args:
-            sequences: token ids.
+            sequences: lists or arrays of token ids.
             stride: tokens between the starts of two windows, 1 to one less than the context. By
                 default half the context. A small stride gives tokens more context and takes longer.
             on_tokens: called after each window with the number of newly scored tokens.
@@ -327,7 +327,7 @@ class LLM:
         Raises: UsageError for a sequence that cannot be scored or does not fit into the KV cache,
             and for an adapter that is not loaded.
         """
-        self._require_open()
+        self._require_usable()
         self.engine.require_adapter(adapter)
         max_tokens = self.input_processor.longest
         stride = max(max_tokens // 2, 1) if stride is None else stride
@@ -336,17 +336,20 @@ class LLM:
                 f"a stride of {stride} in a context of {max_tokens} tokens; use 1 to "
                 f"{max_tokens - 1}"
             )
-        for index, tokens in enumerate(sequences):
+        checked = []
+        for index, sequence in enumerate(sequences):
             try:
+                tokens = as_token_ids(sequence)
                 self.input_processor.check_sequence(tokens)
                 self.engine.scheduler.check_room(min(len(tokens), max_tokens))
+                checked.append(tokens)
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
         return [
             self._score(
                 tokens, rank_rpc.windows(len(tokens), max_tokens, stride), on_tokens, adapter
             )
-            for tokens in sequences
+            for tokens in checked
         ]
 
     def _score(
@@ -361,7 +364,7 @@ class LLM:
         for window in windows:
             part = tokens[window.start : window.stop]
             score = partial(rank_rpc.score_sequence, self.engine, part, adapter)
-            with self._delayed_ctrl_c():
+            with self._turn():
                 scored = self.ranks.retry_after_loss(score)
             logprobs += scored[len(logprobs) - window.start :]
             on_tokens(window.stop - n_done)
@@ -374,9 +377,8 @@ class LLM:
         Raises: UsageError if `elastic` is set, if the name is in use, or if the adapter is not
         supported or some rank cannot read it; then no rank has the adapter.
         """
-        self._require_open()
         (path,) = adapter_folders({name: folder}).values()
-        with self._delayed_ctrl_c():
+        with self._turn():
             self.ranks.change_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
@@ -385,16 +387,14 @@ class LLM:
         Raises: UsageError if it is not loaded, or an unfinished request uses it; and with
         `elastic`.
         """
-        self._require_open()
-        with self._delayed_ctrl_c():
+        with self._turn():
             self.ranks.change_adapter(name, None)
 
     def machine(self) -> Machine:
         """The memory bandwidth of all ranks, and their peak memory."""
-        self._require_open()
-        if self.ranks.comm is not self.engine.comm:  # a slice
-            return measure(self.ranks.comm, self.device)
-        with self._delayed_ctrl_c():
+        with self._turn():
+            if self.ranks.comm is not self.engine.comm:  # a slice
+                return measure(self.ranks.comm, self.device)
             return self.ranks.retry_after_loss(lambda: rank_rpc.measure_machine(self.engine))
 
     def rank_rates(self) -> list[RankRates]:
@@ -402,8 +402,7 @@ class LLM:
 
         `bench --calibrate` writes them to a file for `plan`.
         """
-        self._require_open()
-        with self._delayed_ctrl_c():
+        with self._turn():
             return self.ranks.retry_after_loss(lambda: rank_rpc.calibrate(self.engine))
 
     def get_tokenizer(self) -> Tokenizer:
@@ -433,11 +432,19 @@ class LLM:
         ]
 
     def close(self) -> None:
-        """End the other ranks and the processes of the tokenizer.
+        """End the other ranks and the processes of the tokenizer, and free the model's memory.
 
-        May be called twice, and after an error. LLMs left open are closed at exit.
+        May be called twice, and after an error. LLMs left open are closed at exit. No-op in a
+        process made by `os.fork`.
         """
-        self._end()
+        if self.ranks.is_forked:
+            return
+        self._tp_size = self.tp_size
+        if self._turns.includes_this_thread:
+            self._end()
+        else:
+            with self._turns.turn():
+                self._end()
         self.input_processor.close()
 
     def __repr__(self) -> str:
@@ -454,70 +461,129 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _require_open(self) -> None:
+    @contextmanager
+    def unattended(self) -> Iterator[None]:
+        """A context in which this program does not wait for a person between two steps.
+
+        If it hangs there, the other ranks of its host report it after the time limit of a step.
+        Otherwise they wait for it without a limit. Has no effect with `elastic`.
+        """
+        self._require_usable()
+        if self.ranks.setup.config.elastic:  # the group, and its communicator, may change
+            yield
+            return
+        with self.engine.comm.computing():
+            yield
+
+    def lend(self) -> None:
+        """Let another object step the engine, and refuse all calls until `take_back`.
+
+        Raises: UsageError if it is lent already, has unfinished requests, or is closed.
+        """
+        self._require_usable()
+        if len(self._loop):
+            raise UsageError("this LLM has unfinished requests; finish or close their streams")
+        self._is_lent = True
+
+    def take_back(self) -> None:
+        """Take calls again, after `lend`."""
+        self._is_lent = False
+
+    def _require_usable(self) -> None:
+        """Raises: UsageError if the LLM is closed, lent, or of the parent process."""
         if not self._end.alive:
             raise UsageError("this LLM is closed; create a new one")
+        self.ranks.require_not_forked()
+        if self._is_lent:
+            raise UsageError("an AsyncLLM uses this LLM; close the AsyncLLM first")
 
-    def _split(self, request: Request, completion: Completion) -> Completion:
-        """A completion with its reasoning separated from its text."""
-        reader = self.input_processor.answer_reader(request)
-        if reader is None:
-            return completion
-        reasoning, text = split_answer(reader, completion.text)
-        return replace(completion, text=text, reasoning=reasoning or None)
+    @contextmanager
+    def _turn(self, is_needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """A turn of this thread at the engine, as `Turns.turn`.
+
+        Signals are handled at the end of the turn: an exception from a handler within a collective
+        would break the group.
+
+        Raises: UsageError as `_require_usable`.
+        """
+        self._require_usable()
+        with self._turns.turn(is_needless):
+            self._require_usable()
+            use_device(self.device)
+            with _delayed_signals(self.ranks.setup.size > 1):
+                yield
+
+    def _await_output(self, call: "_GenerateCall") -> None:
+        """Step until the inbox of a call has an output, unless steps of other threads fill it."""
+        if call.inbox:
+            return
+
+        def is_needless() -> bool:
+            return bool(call.inbox) or not call.unfinished
+
+        with self._turn(is_needless):
+            if is_needless():
+                return
+            if not self._is_running(call):
+                raise RuntimeError("these requests ended when another run failed; run them again")
+            self._step_for_all()
 
     def _abandon(self, call: "_GenerateCall") -> None:
         """End the unfinished requests of a call, if they are still in the engine."""
-        if self._is_running(call) and self._end.alive:
+        if not self._end.alive or self.ranks.is_forked or not self._is_running(call):
+            return
+        if self._turns.includes_this_thread:
+            # The garbage collector closes a stream during a step, so a later step ends them.
             self._cancel(call)
-            while self._is_running(call):
+            return
+        with self._turns.turn(), _delayed_signals(self.ranks.setup.size > 1):
+            if self._end.alive:
+                self._cancel(call)
+            while self._end.alive and self._is_running(call):
                 self._step_for_all()
-
-    def _delayed_ctrl_c(self) -> AbstractContextManager[None]:
-        """Delays Ctrl-C until a step has ended: an interrupted collective would break the group."""
-        use_device(self.device)
-        if self.ranks.setup.size == 1 or threading.current_thread() is not threading.main_thread():
-            return nullcontext()
-        handler = signal.getsignal(signal.SIGINT)
-        return _delayed_interrupt(handler) if callable(handler) else nullcontext()
 
     def _is_running(self, call: "_GenerateCall") -> bool:
         """Whether some of a call's requests are in the engine."""
-        return any((call, number) in self._loop for number in call.unfinished)
+        return any((call, number) in self._loop for number in tuple(call.unfinished))
 
     def _cancel(self, call: "_GenerateCall") -> None:
-        for number in call.unfinished:
+        for number in tuple(call.unfinished):
             self._loop.cancel((call, number), "interrupted")
 
     def _step_for_all(self) -> None:
         """Run one step and put each output into the inbox of its call."""
-        with self._delayed_ctrl_c():
-            try:
-                result = self._loop.step()
-            except BaseException:
-                self._loop.drop_all()
-                raise
-            for (call, number), output in result.outputs:
-                call.inbox.append(output)
-                if output.is_last:
-                    call.unfinished.remove(number)
-            for (call, number), error in result.refused:
+        try:
+            result = self._loop.step()
+        except BaseException:
+            self._loop.drop_all()
+            raise
+        for (call, number), output in result.outputs:
+            call.inbox.append(output)
+            if output.is_last:
                 call.unfinished.remove(number)
-                call.refused = error
-            self.statistics.weight_bytes = self.ranks.setup.weight_bytes
+        for (call, number), error in result.refused:
+            call.unfinished.remove(number)
+            call.refused = error
+        self.statistics.weight_bytes = self.ranks.setup.weight_bytes
 
 
 @contextmanager
-def _delayed_interrupt(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Delays Ctrl-C until the context ends."""
-    interrupts: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
+def _delayed_signals(is_needed: bool) -> Iterator[None]:
+    """Delays the handlers of _DELAYED_SIGNALS until the context ends, in the main thread."""
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if is_needed and threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in _DELAYED_SIGNALS}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    received: dict[int, FrameType | None] = {}
     try:
+        for number in handlers:
+            signal.signal(number, received.__setitem__)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-    if interrupts:
-        handler(*interrupts[-1])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in received.items():
+        handlers[number](number, frame)
 
 
 @dataclass(eq=False)
@@ -536,7 +602,7 @@ class _GenerateCall:
     start_s: float = field(default_factory=time.monotonic)
 
 
-def _params_of(params: _Params, sampling_params: _Params) -> _Params:
+def params_of(params: _Params, sampling_params: _Params) -> _Params:
     """The sampling parameters of a call, from either of the two arguments.
 
     Raises: UsageError if both are given.

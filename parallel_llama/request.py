@@ -77,6 +77,8 @@ def whole_number(value: object) -> int | None:
     # True is an index to Python and to some versions of numpy, but `top_k=True` is a mistake.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
+    if getattr(value, "shape", ()):  # torch takes a tensor with one element for an index
+        return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -228,7 +230,7 @@ class SamplingParams(_ShortRepr):
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
 
-    Lists may also be tuples, sets or arrays.
+    Lists may also be tuples, sets or arrays. None for a list or for logit_bias means an empty one.
 
     Raises: UsageError for a value of the wrong type or out of range.
     """
@@ -263,7 +265,9 @@ class SamplingParams(_ShortRepr):
         for setting in fields(self):
             checked, limits, or_none = setting.metadata["check"]
             value = getattr(self, setting.name)
-            if value is not None or not or_none:
+            if value is None and setting.default in ((), frozenset()):  # vLLM's default
+                object.__setattr__(self, setting.name, setting.default)
+            elif value is not None or not or_none:
                 # The fields are frozen; the value is stored in its declared type.
                 object.__setattr__(self, setting.name, checked(setting.name, value, *limits))
         object.__setattr__(self, "top_k", max(0, self.top_k))

@@ -275,7 +275,53 @@ def test_engine_thread_ends_if_event_loop_ends_without_close(llm):
     assert llm.generate(["Hello"], PARAMS) == before
 
 
+async def test_generate_takes_and_returns_what_llm_does(llm):
+    """Regression: a string was taken for a list of one-letter prompts."""
+    messages = [{"role": "user", "content": "Hello"}]
+    prompts = ("Hello", [5, 6, 7], {"prompt": "Hello"}, messages, ["Hello", [5, 6], messages])
+    expected = [llm.generate(prompt, PARAMS) for prompt in prompts]
+    two = [PARAMS, SamplingParams(max_tokens=3)]
+    expected_of_two = llm.generate(["Hello", "The sky"], two)
+    async with serving(llm) as engine:
+        for prompt, completions in zip(prompts, expected, strict=True):
+            assert await engine.generate(prompt, PARAMS) == completions
+        assert await engine.generate(["Hello", "The sky"], sampling_params=two) == expected_of_two
+        with pytest.raises(UsageError, match="1 prompts and 2 sampling params"):
+            await engine.generate("Hello", two)
+
+
 # Errors.
+
+
+def test_another_event_loop_is_refused(llm):
+    """Regression: its requests were never answered."""
+
+    async def make() -> AsyncLLM:
+        return AsyncLLM(llm)
+
+    async def ask(engine: AsyncLLM) -> None:
+        await engine.submit("Hello", PARAMS)
+
+    engine = asyncio.run(make())
+    with pytest.raises(RuntimeError, match="another event loop; create a new one"):
+        asyncio.run(ask(engine))
+    asyncio.run(asyncio.wait_for(engine.close(), LIMIT_S))
+
+
+async def test_llm_refuses_calls_until_its_async_llm_is_closed(llm):
+    """Regression: both stepped one engine, which failed."""
+    pieces = llm.stream("Hello", LONG)
+    next(pieces)
+    with pytest.raises(UsageError, match="unfinished requests"):
+        AsyncLLM(llm)
+    pieces.close()
+    async with serving(llm):
+        for call in (lambda: llm.generate("Hello"), lambda: llm.score([[5, 6]]), llm.machine):
+            with pytest.raises(UsageError, match="close the AsyncLLM first"):
+                call()
+        with pytest.raises(UsageError, match="close the AsyncLLM first"):
+            AsyncLLM(llm)
+    assert len(llm.generate("Hello", PARAMS)) == 1
 
 
 async def test_invalid_prompts_and_grammars_are_refused_on_submit(llm):

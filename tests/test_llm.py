@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise, product, zip_longest
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -52,6 +54,7 @@ pytestmark = pytest.mark.slow
 SUPPORT = str(ROOT / "tests" / "support")
 TOKENS = [5, 17, 3, 200, 42, 42, 9]
 CACHE_BYTES = 4 << 20
+LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -334,9 +337,10 @@ def test_ranks_with_vectors_of_two_widths_are_refused_only_with_exact_sums(model
             require_same(infos)
 
 
-def test_sums_are_not_exact_on_a_cpu_without_kernels(model, monkeypatch):
-    monkeypatch.setattr(setup, "has_kernels", lambda: False)
+def test_sums_are_not_exact_on_a_cpu_without_kernels(model, monkeypatch, caplog):
+    monkeypatch.setattr(setup, "why_no_kernels", lambda: "a reason; a remedy")
     assert not ModelSetup(LLMConfig(str(model))).exact
+    assert "many times slower and without exact sums, because a reason; a remedy" in caplog.text
     with pytest.raises(UsageError, match="exact sums need kernels"):
         ModelSetup(LLMConfig(str(model), exact=True))
 
@@ -472,7 +476,9 @@ def test_closed_llm_raises_usage_error(model):
     ):
         with pytest.raises(UsageError, match="this LLM is closed"):
             call()
-    llm.engine.cancel(0)
+    with pytest.raises(UsageError, match="this LLM is closed"):
+        llm.engine.cancel(0)
+    assert llm.tp_size == 1
 
 
 # Prompts and sampling parameters.
@@ -636,7 +642,166 @@ def test_deleted_llm_is_freed_without_garbage_collection(model):
         gc.enable()
 
 
+def test_closed_llm_frees_its_memory_while_it_is_referenced(model):
+    """Regression: weights and KV cache were kept, and a second LLM did not fit on the GPU."""
+    with LLM(str(model), tp_size=2, draft_model=str(model)) as llm:
+        llm.generate("Hello", SamplingParams(max_tokens=2, n=2))
+        runner = llm.engine.runner
+        held = [weakref.ref(each) for each in (llm.engine, runner.model, runner.caches[0].k)]
+        del runner
+    assert [each() for each in held] == [None] * 3
+    assert llm.tp_size == 2 and "closed" in repr(llm)
+
+
+# Threads, signals and forks.
+
+LONGER = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_threads_share_an_llm(model, tp_size):
+    """Regression: steps of two threads overlapped, and both calls failed."""
+    prompts = ["Hello", "The sky", "A", "Once upon a time"]
+    with LLM(str(model), tp_size=tp_size) as own, ThreadPoolExecutor(8) as pool:
+        alone = [own.generate(prompt, LONGER) for prompt in prompts]
+        scores = own.score([TOKENS])
+        for _ in range(3):
+            streams = [pool.submit(lambda p: "".join(own.stream(p, LONGER)), p) for p in prompts]
+            scored = pool.submit(own.score, [TOKENS])
+            assert list(pool.map(lambda prompt: own.generate(prompt, LONGER), prompts)) == alone
+            assert [each.result() for each in streams] == [each.text for (each,) in alone]
+            assert scored.result() == scores
+        assert own.engine.idle
+
+
+def test_thread_gets_its_turn_while_another_thread_steps(llm):
+    """A lock would let the other thread take turns until its own request has ended."""
+    begun, n_steps = threading.Event(), []
+
+    def read() -> None:
+        for _ in llm.stream("Hello", SamplingParams(max_tokens=200, ignore_eos=True)):
+            n_steps.append(1)
+            begun.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    begun.wait(LIMIT_S)
+    llm.generate("The sky", SamplingParams(max_tokens=2, ignore_eos=True))
+    n_before = len(n_steps)
+    thread.join()
+    assert n_before < len(n_steps)
+
+
+def test_stream_freed_by_the_garbage_collector_during_a_step_ends_later(llm, monkeypatch):
+    """Regression: its cancellation ran a step within the step of another call."""
+    alone = llm.generate("Hello", LONGER)
+    pieces = llm.stream("The sky", SamplingParams(max_tokens=300, ignore_eos=True))
+    next(pieces)
+    cycle: list[object] = [pieces]
+    cycle.append(cycle)
+    del pieces, cycle
+    step = llm.engine.runner.step
+
+    def collect_and_step(*args: Any) -> Any:
+        gc.collect()
+        return step(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "step", collect_and_step)
+        assert llm.generate("Hello", LONGER) == alone
+    assert llm.engine.idle  # the cancelled request ended with a step of the other call
+
+
+def test_ranks_survive_a_time_limit_by_sigalrm(model):
+    """Regression: an exception from the handler broke the collectives of several ranks."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError
+
+    old_handler = signal.signal(signal.SIGALRM, expire)
+    try:
+        with LLM(str(model), tp_size=2) as own:
+            alone = own.generate("Hello", PARAMS)
+            for delay_s in (0.05, 0.011, 0.023):
+                signal.setitimer(signal.ITIMER_REAL, delay_s)
+                with pytest.raises(TimeoutError):
+                    while True:
+                        own.generate("Hello", LONGER)
+                assert own.generate("Hello", PARAMS) == alone
+    finally:
+        signal.signal(signal.SIGALRM, old_handler)
+
+
+def test_only_an_unattended_program_has_a_time_limit_between_steps(model):
+    """Regression: `generate --output` that hung between two steps was not ended."""
+
+    def pause(own: LLM) -> str:
+        pieces = own.stream("Hello", LONGER)
+        text = next(pieces)
+        time.sleep(5)
+        return text + "".join(pieces)
+
+    with LLM(str(model), tp_size=2, timeout_s=1) as own:
+        text = pause(own)
+        assert text == own.generate("Hello", LONGER)[0].text
+        with own.unattended(), pytest.raises(RankError, match="rank 0 of 2 is late"):
+            pause(own)
+
+
+def test_slice_is_usable_after_an_error_in_a_step(model, monkeypatch):
+    """Regression: only a group of one rank discarded the unfinished step."""
+    with LLM(str(model), slice_of=(0, 2)) as own:
+        with monkeypatch.context() as patch:
+            patch.setattr(own.engine.runner, "step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                own.generate(["Hello"], PARAMS)
+        assert len(own.generate(["Hello"], PARAMS)[0].tokens) > 0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_forked_process_neither_uses_nor_ends_the_llm(model):
+    """Regression: it hung in OpenMP, and its exit ended the ranks of its parent."""
+    program = """if True:
+        import os, sys
+        from parallel_llama import LLM, SamplingParams, UsageError
+        with LLM(sys.argv[1], tp_size=2) as llm:
+            before = llm.generate("Hello", SamplingParams(max_tokens=4))
+            if (pid := os.fork()) == 0:
+                try:
+                    llm.generate("Hello")
+                except UsageError as error:
+                    print("child:", error, flush=True)
+                llm.close()
+                sys.exit(7)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            assert llm.generate("Hello", SamplingParams(max_tokens=4)) == before
+        print("parent:", code)
+    """
+    done = run_python("-c", program, str(model))
+    assert done.returncode == 0, done.stderr
+    child, parent = done.stdout.splitlines()
+    assert "made this one by fork; create an LLM here" in child and parent == "parent: 7"
+
+
 # Attributes as in vLLM; repr, dir and help.
+
+
+def test_scored_sequences_may_be_arrays(llm):
+    """Regression: an array raised ValueError."""
+    expected = llm.score([TOKENS])
+    for sequence in (np.array(TOKENS), torch.tensor(TOKENS), list(np.array(TOKENS))):
+        assert llm.score([sequence]) == expected
+    for sequences in (["Hello"], TOKENS, [[{"role": "user", "content": "Hello"}]]):
+        with pytest.raises(UsageError, match="sequence 0"):
+            llm.score(sequences)
+
+
+def test_tensors_of_one_token_are_prompts(llm):
+    """Regression: torch takes them for integers, so they became one prompt."""
+    assert len(llm.generate([torch.tensor([5]), torch.tensor([6])], PARAMS)) == 2
 
 
 def test_a_program_for_vllm_reads_prompts_and_outputs(llm):
@@ -980,10 +1145,6 @@ def test_open_stream_raises_after_another_call_fails(llm):
 def test_model_is_usable_after_keyboard_interrupt_in_step(llm, monkeypatch):
     """Regression: after Ctrl-C in a notebook, the next call found an unfinished step."""
     before = llm.generate(["Hello"], PARAMS)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):

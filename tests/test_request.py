@@ -33,7 +33,7 @@ BAD_PARAMS: dict[str, list[Any]] = {
     "top_k": [-2, False],
     "min_p": [-0.5, 2],
     "seed": [2**63, -(2**63) - 1],
-    "stop": ["", [3], None, ["x"] * 65, ["x" * 5000]],
+    "stop": ["", [3], ["x"] * 65, ["x" * 5000]],
     "stop_token_ids": [2, [-1], [True], range(5)],
     "ignore_eos": [1],
     "logprobs": [-1, 21],
@@ -184,6 +184,11 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers(n_prompt, max_t
         resolve_max_tokens(n_prompt, SamplingParams(max_tokens=max_tokens), 128)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_none_is_an_empty_list_as_in_vllm():
+    names = "stop", "stop_token_ids", "logit_bias", "bad_words"
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
 
 
 def test_seed_is_given_or_derived_from_run_and_line():

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,11 @@ class Results:
         if self.file is not None:
             self.file.close()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is written to stdout."""
+        return self.file is not None and not self.as_json
+
     def take(self, output: "StepOutput") -> None:
         """Adds the output of one step for one choice."""
         self.meter.take(output)
@@ -185,7 +190,7 @@ class Results:
     def _finish(self, completion: Completion) -> None:
         if self.file is not None:
             self.file.write(completion)
-            if not self.as_json:
+            if self.is_silent:
                 return
         self.finished[completion.index, completion.choice] = completion
         while self.n_shown < len(self.order) and self.order[self.n_shown] in self.finished:
@@ -300,7 +305,10 @@ def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
 
 
 def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: int | None) -> int:
-    with results, ctrl_c() as interrupted:
+    # Reading what a terminal or a pipe gets may take a person any time.
+    is_unattended = results.is_silent and not sys.stderr.isatty()
+    limited = llm.unattended() if is_unattended else nullcontext()
+    with results, ctrl_c() as interrupted, limited:
         # Ends the run even if writing to stdout fails: the other ranks wait for its end.
         with closing(llm.run(requests, interrupted)) as steps:
             try:

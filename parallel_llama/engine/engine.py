@@ -40,7 +40,7 @@ from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTi
 from parallel_llama.engine.step_buffer import Chunk, SamplingKey
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError, listed
 from parallel_llama.model.rope import base_len
-from parallel_llama.parallel.collectives import broadcast_bytes
+from parallel_llama.parallel.collectives import Slice, broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob
 from parallel_llama.sampling.draw import (
     History,
@@ -126,6 +126,10 @@ class Engine:
         self._checks_integrity = integrity_check
         self._integrity = runner.check_integrity() if integrity_check else None
         self._reset()
+
+    @property
+    def _has_peers(self) -> bool:
+        return self.comm.size > 1 and not isinstance(self.comm, Slice)
 
     @property
     def idle(self) -> bool:
@@ -315,7 +319,7 @@ class Engine:
                 self.comm.barrier()
                 if self._integrity is not None:
                     self._integrity.compare_products()
-            if isinstance(error, NumericalError) or self.comm.size == 1:
+            if isinstance(error, NumericalError) or not self._has_peers:
                 self._reset()
             raise
 
@@ -420,9 +424,11 @@ class Engine:
             begin.append(self._incoming.popleft())
             size += size_of(begin[-1][1])
         # A request can end only after it has been sent to the other ranks.
-        unsent = {ticket for ticket, _ in self._incoming} if self._outgoing else set()
-        end = tuple(each for each in self._outgoing if each[0] not in unsent)
-        self._outgoing = [each for each in self._outgoing if each[0] in unsent]
+        # The garbage collector may close a stream, and so cancel its request, at any line.
+        ended, self._outgoing = self._outgoing, []
+        unsent = {ticket for ticket, _ in self._incoming} if ended else set()
+        end = tuple(each for each in ended if each[0] not in unsent)
+        self._outgoing += [each for each in ended if each[0] in unsent]
         return StepMessage(tuple(begin), end)
 
     def _apply(self, message: StepMessage) -> list[StepOutput]:

@@ -21,6 +21,7 @@ from parallel_llama.families.model_args import (
 )
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.request import (
+    Completion,
     Request,
     SamplingParams,
     items_of,
@@ -29,6 +30,8 @@ from parallel_llama.request import (
     resolve_seed,
     resolve_stop_ids,
     whole_number,
+    with_outputs,
+    with_special_tokens,
 )
 from parallel_llama.structured.compiler import GrammarCompiler
 from parallel_llama.tokenizer import (
@@ -39,7 +42,12 @@ from parallel_llama.tokenizer import (
     load_chat_template,
     load_tokenizer,
 )
-from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_markers
+from parallel_llama.tokenizer.answers import (
+    AnswerReader,
+    answer_reader,
+    has_markers,
+    split_answer,
+)
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat | Mapping[str, Any]
@@ -89,6 +97,39 @@ def as_prompt(value: object) -> str | list[int] | Chat:
     if items and isinstance(items[0], Mapping):
         return Chat(items)
     return [_token(item) for item in items]
+
+
+def as_token_ids(value: object) -> list[int]:
+    """Convert token ids, in a list or an array of any library, to a list.
+
+    Raises: UsageError for anything else.
+    """
+    prompt = None if isinstance(value, str | Mapping) else as_prompt(value)
+    if not isinstance(prompt, list):
+        raise UsageError(f"it is {_shown(value)}; give a list of token ids")
+    return prompt
+
+
+def per_prompt(
+    n_prompts: int,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    adapter: str | Sequence[str | None] | None,
+) -> list[tuple[SamplingParams | None, str | None]]:
+    """The parameters and the adapter of each prompt, from one value for all or one for each.
+
+    Raises: UsageError for another number of values.
+    """
+    own_params = [params] * n_prompts if isinstance(params, SamplingParams | None) else [*params]
+    if len(own_params) != n_prompts:
+        raise UsageError(
+            f"{n_prompts} prompts and {len(own_params)} sampling params; give one per prompt"
+        )
+    adapters = [adapter] * n_prompts if isinstance(adapter, str | None) else [*adapter]
+    if len(adapters) != n_prompts:
+        raise UsageError(
+            f"{n_prompts} prompts and {len(adapters)} adapters; give one for each prompt"
+        )
+    return list(zip(own_params, adapters, strict=True))
 
 
 _SINGLE_TYPES = (str, bytes, Mapping, set, frozenset, Chat)
@@ -262,21 +303,12 @@ class InputProcessor:
         Raises: UsageError naming the prompt that is invalid, empty, too long or not for this model.
         """
         prompt_list = as_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or self.sampling_params()] * len(prompt_list)
-        if len(params) != len(prompt_list):
-            raise UsageError(
-                f"{len(prompt_list)} prompts and {len(params)} sampling params; give one per prompt"
-            )
-        adapters = [adapter] * len(prompt_list) if isinstance(adapter, str | None) else [*adapter]
-        if len(adapters) != len(prompt_list):
-            raise UsageError(
-                f"{len(prompt_list)} prompts and {len(adapters)} adapters; give one for each prompt"
-            )
+        params = self.sampling_params() if params is None else params
+        settings = per_prompt(len(prompt_list), params, adapter)
         seed = self.run_seed()
         requests = []
-        for index, (prompt, own_params, name) in enumerate(
-            zip(prompt_list, params, adapters, strict=True)
+        for index, (prompt, (own_params, name)) in enumerate(
+            zip(prompt_list, settings, strict=True)
         ):
             try:
                 requests.append(self.request(index, prompt, own_params, seed, name))
@@ -411,7 +443,36 @@ class InputProcessor:
             )
         return tuple(self.chat_template.encode(prompt))
 
-    def text_of(self, prompt: str | list[int] | Chat, request: Request) -> str | None:
+    def with_markers(self, prompt: str | list[int] | Chat, request: Request) -> Request:
+        """The request for a prompt, with the markers that `finished` needs in its text."""
+        return with_special_tokens(request) if self._is_split(prompt, request) else request
+
+    def finished(
+        self, prompt: str | list[int] | Chat, request: Request, choices: Sequence[Completion]
+    ) -> list[Completion]:
+        """The results of a request: reasoning and answer separated, with prompt and all choices.
+
+        Args:
+            choices: the completions of `with_markers(prompt, request)`, by choice.
+        """
+        if self._is_split(prompt, request):
+            choices = [self._split(request, completion) for completion in choices]
+        return with_outputs(choices, self._text_of(prompt, request), request)
+
+    def _is_split(self, prompt: str | list[int] | Chat, request: Request) -> bool:
+        """Whether the model marks its reasoning, and the request hides special tokens."""
+        is_hidden = request.params.skip_special_tokens
+        return isinstance(prompt, Chat) and self.has_markers and is_hidden
+
+    def _split(self, request: Request, completion: Completion) -> Completion:
+        """A completion with its reasoning separated from its text."""
+        reader = self.answer_reader(request)
+        if reader is None:
+            return completion
+        reasoning, text = split_answer(reader, completion.text)
+        return replace(completion, text=text, reasoning=reasoning or None)
+
+    def _text_of(self, prompt: str | list[int] | Chat, request: Request) -> str | None:
         """The text of a prompt, rendered by the template for a chat; None for token ids."""
         if isinstance(prompt, Chat):
             return self.tokenizer.decode(request.prompt, skip_special=False)

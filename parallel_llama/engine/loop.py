@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.errors import NumericalError, UsageError
@@ -55,9 +56,13 @@ class EngineLoop(Generic[Key]):
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._engine = ranks, ranks.engine
+        self._ranks = ranks
         self._keys: dict[int, Key] = {}  # by ticket
         self._tickets: dict[Key, int] = {}
+
+    @property
+    def _engine(self) -> Engine:
+        return self._ranks.engine  # a reference of its own would keep a closed model in memory
 
     def __contains__(self, key: Key) -> bool:
         return key in self._tickets

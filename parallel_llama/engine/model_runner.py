@@ -171,13 +171,21 @@ class ModelRunner:
         runner.weights = loader
         return runner
 
-    def load_adapter(self, name: str, adapter: Adapter) -> None:
+    def load_adapter(
+        self, name: str, adapter: Adapter, on_pair: Callable[[], None] = lambda: None
+    ) -> None:
         """Read this rank's part of a LoRA adapter of this model; chunks may then name it.
+
+        Args:
+            on_pair: called after each pair of A and B has been read.
 
         Raises: DamagedWeights for a value that is NaN or Inf, or too large for the dtype.
         """
         assert name not in self.adapters
-        pairs = list(load_pairs(adapter, self.shard, self.dtype, self.device))
+        pairs = []
+        for pair in load_pairs(adapter, self.shard, self.dtype, self.device):
+            pairs.append(pair)
+            on_pair()
         add_adapter(self.model, name, pairs)
         if isinstance(self.model.ops, CPUOps):
             self.model.ops.compile_low_rank()

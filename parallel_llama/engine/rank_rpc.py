@@ -124,16 +124,20 @@ def close(engine: Engine) -> None:
 def _load_adapter(engine: Engine, name: str, folder: str) -> str:
     """Load an adapter, on every rank. Returns: why no rank has loaded it; empty if all have.
 
-    Collective: one all_gather.
+    A rank that reads for longer than a step may take is not late: it sends keepalives, and the
+    other ranks wait at a barrier.
+
+    Collective: one barrier and one all_gather.
     """
     runner, why_refused, digest = engine.runner, "", bytes(_DIGEST_BYTES)
     try:
         adapter = load_served_adapter(expanded(folder), runner.args)
         digest = bytes.fromhex(adapter_digest(adapter))
         with MemoryFor("the adapter", "unload another adapter, or use a smaller KV cache"):
-            runner.load_adapter(name, adapter)
+            runner.load_adapter(name, adapter, engine.comm.keepalive)
     except (UsageError, CheckpointError, OutOfMemory) as error:
         why_refused, digest = str(error), bytes(_DIGEST_BYTES)
+    engine.comm.barrier()
     digest_tensor = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     digests = [bytes(other.tolist()) for other in engine.comm.all_gather(digest_tensor)]
     if len({*digests}) == 1 and any(digest):

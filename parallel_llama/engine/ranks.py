@@ -132,6 +132,7 @@ class Ranks:
         self._local_ranks: LocalRanks | None = None
         self._links: Links | Link | None = None  # to ranks that another program has started
         self._n_threads = torch.get_num_threads()
+        self._pid = os.getpid()
         self._timeouts = Timeouts(setup.config.timeout_s, setup.config.start_timeout_s)
         self.regroups: list[Regroup] = []
         # Entered while rank 0 forms a new group, which may take minutes: it reads weights.
@@ -200,6 +201,19 @@ class Ranks:
                 self.cuda_bytes = tuple(self.comm.all_gather(torch.tensor(peak_bytes)).tolist())
         capacity, inputs = self._engine.capacity, setup.inputs
         inputs.n_cache_tokens = capacity.longest(inputs.longest)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is another process than the one that created the ranks."""
+        return os.getpid() != self._pid
+
+    def require_not_forked(self) -> None:
+        """Raises: UsageError in a process made by `os.fork`, which has no threads to compute."""
+        if self.is_forked:
+            raise UsageError(
+                f"this LLM belongs to process {self._pid}, which made this one by fork; create an "
+                "LLM here, or use multiprocessing's start method 'spawn'"
+            )
 
     @property
     def engine(self) -> Engine:
@@ -338,6 +352,8 @@ class Ranks:
 
     def end(self) -> None:
         """End the other ranks. Errors of ranks are suppressed, because the LLM is closed."""
+        if self.is_forked:  # the ranks belong to the parent
+            return
         with suppress(RankError):
             if self._engine is not None and self._engine.comm.rank == 0:
                 rank_rpc.close(self._engine)
@@ -542,8 +558,7 @@ class Ranks:
             with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
                 self._runner = runner = self._load_model(setup, comm, report_progress, self._runner)
                 for name, adapter in setup.adapters.items():
-                    runner.load_adapter(name, adapter)
-                    keepalive()
+                    runner.load_adapter(name, adapter, keepalive)
                 if setup.draft is not None:
                     self._draft_model = self._load_draft_model(setup.draft, comm, report_progress)
             tokenizer.result()

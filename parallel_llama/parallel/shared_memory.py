@@ -381,11 +381,12 @@ class SharedMemory(Communicator):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
+        before = self._cells[self._own_line + _COMPUTING]
         self._cells[self._own_line + _COMPUTING] = 1
         try:
             yield
         finally:
-            self._cells[self._own_line + _COMPUTING] = 0
+            self._cells[self._own_line + _COMPUTING] = before
 
     def keepalive(self) -> None:
         self._cells[self._own_line + _KEEPALIVES] += 1

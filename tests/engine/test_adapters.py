@@ -2,7 +2,8 @@
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -347,6 +348,28 @@ def test_invalid_adapter_loads_and_unloads_are_refused(llm, base, adapters):
     refusal = pytest.raises(UsageError, match="adapters cannot be changed with elastic")
     with LLM(str(base), elastic=True, **SETTINGS) as elastic, refusal:
         elastic.load_adapter("new", folder)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_ranks_wait_at_a_barrier_for_a_rank_that_reads_an_adapter(base, adapters, is_missing):
+    """Regression: they waited in an all_gather, where a rank that reads for long is late."""
+    folder = "nowhere" if is_missing else adapters["adapter0"]
+
+    def calls_of(comm: ThreadComm) -> list[str]:
+        engine, calls = make_engine(load_runner(comm, base, 16)), list[str]()
+
+        def record(name: str, call: Callable[..., object], *args: object) -> object:
+            calls.append(name)
+            return call(*args)
+
+        for name in ("keepalive", "barrier", "all_gather"):
+            setattr(comm, name, partial(record, name, getattr(comm, name)))
+        rank_rpc._load_adapter(engine, "new", folder)
+        return calls
+
+    for *keepalives, barrier, all_gather in run_on_threads(2, calls_of):
+        assert (barrier, all_gather) == ("barrier", "all_gather")
+        assert {*keepalives} == (set() if is_missing else {"keepalive"})
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
