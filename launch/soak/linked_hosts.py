@@ -85,7 +85,8 @@ class LinkedHosts:
         enter = [f"--{kind}={at}/{name}" for kind, name in (
             ("net", "net"), ("ipc", "ipc"), ("mount", "mnt"), ("pid", "pid_for_children"),
         )]  # fmt: skip
-        return ["nsenter", *enter, "setpriv", "--pdeathsig=KILL", *argv]
+        # nsenter 2.38 and older leave the working folder when the mount namespace changes.
+        return ["nsenter", *enter, "--wd=.", "setpriv", "--pdeathsig=KILL", *argv]
 
     def rank_commands(self, layout: Sequence[int], *verb: str) -> list[list[str]]:
         """The command line of each rank, pinned to one core. Host i has `layout[i]` ranks."""

@@ -245,9 +245,11 @@ class LocalRanks:
     def require_alive(self, within_s: float = 0.0) -> None:
         """Waits `within_s` seconds; returns if no rank ends meanwhile.
 
-        Raises: RankError naming a rank that has ended, with its message if it has left one.
+        Raises: RankError naming a rank that has ended, with its message if it has left one. A crash
+            while the rank wrote its stacks is not named: another rank has caused the report.
         """
-        if ended := self._ended(within_s):
+        ended = [rank for rank in self._ended(within_s) if not rank.stacks.has_crashed_in_dump()]
+        if ended:
             raise RankError(self._verdict(ended))
 
     def pids(self) -> dict[int, int]:
@@ -574,13 +576,17 @@ def _verdict(
     """Prints why the ranks failed, and returns the exit code of the rank that failed first.
 
     The first failure makes the other ranks fail too, and these may end before the rank that failed
-    first. If a signal killed a rank without a report, that rank is the cause; otherwise the rank
-    with the earliest report is.
+    first. If a signal killed a rank without a report, that rank is the cause, unless it crashed
+    while it wrote its stacks for the report of another rank. Otherwise the rank with the earliest
+    report is.
     """
     codes = {rank.process.returncode for rank in failed}
     if codes & {-signal.SIGINT, 128 + signal.SIGINT} and signals.interrupted_s is not None:
         return 128 + signal.SIGINT
-    reports = _reports(ranks)
+    is_in_dump = any(rank.stacks.has_crashed_in_dump() for rank in failed)
+    reports = _await_reports(ranks) if is_in_dump else _reports(ranks)
+    if is_in_dump and reports:
+        failed = [rank for rank in failed if not rank.stacks.has_crashed_in_dump()]
     without_report = [rank for rank in failed if rank.number not in reports]
     if killed := [rank for rank in without_report if rank.process.returncode < 0]:
         ending = killed[0].ending()
@@ -631,6 +637,14 @@ def _awaited_exchange(ranks: Sequence[_Rank]) -> str:
         if is_last:
             return ""
         time.sleep(_POLL_S)
+
+
+def _await_reports(ranks: Sequence[_Rank]) -> dict[int, Report]:
+    """As `_reports`, after a wait of at most `_TERM_GRACE_S` seconds for the first report."""
+    deadline = time.monotonic() + _TERM_GRACE_S
+    while not (reports := _reports(ranks)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return reports
 
 
 def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:

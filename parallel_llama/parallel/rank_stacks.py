@@ -135,6 +135,15 @@ class StackFile:
             return True
         return False
 
+    def has_crashed_in_dump(self) -> bool:
+        """Whether the process crashed while it wrote its stacks because of a signal.
+
+        faulthandler reads the frames of running threads, which rarely crashes the process. In such
+        a crash it cannot write stacks once more.
+        """
+        _, crash, stacks = self.text().partition("Fatal Python error")
+        return bool(crash) and not _innermost(stacks)
+
     def why_no_stack(self) -> str:
         """Why the process cannot write its stacks."""
         state = process_state(self.pid)

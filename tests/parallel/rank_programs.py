@@ -1,6 +1,7 @@
 """Small programs that tests start as ranks: `python -m rank_programs NAME [arguments]`."""
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -92,6 +93,21 @@ def die_then_report(seconds: str) -> None:
     time.sleep(float(seconds))
     report_error("rank 1 has died\n  rank 0 is in exchange 5")
     time.sleep(FOR_EVER_S)
+
+
+def crash_in_dump(seconds: str) -> None:
+    """Rank 1 crashes as if while it writes its stacks, and some time later rank 0 reports."""
+    stacks = record_stacks()
+    if RANK == 1:
+        os.write(stacks, b"Current thread 0x1 (most recent call first):\n")
+        os.write(stacks, b"Fatal Python error: Segmentation fault\n\n")
+        faulthandler.disable()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while is_alive(1):
+        time.sleep(0.01)
+    time.sleep(float(seconds))
+    report_error("the ranks called different collectives")
+    sys.exit(1)
 
 
 def is_alive(rank: int) -> bool:

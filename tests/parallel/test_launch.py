@@ -188,6 +188,13 @@ def test_rank_killed_by_a_signal_is_named_with_the_signal(start, rank, name):
     assert message.startswith(f"parallel-llama: [rank {rank}] was killed by {name}")
 
 
+def test_rank_that_crashes_while_it_writes_its_stacks_is_not_the_cause(start):
+    """Regression: the launcher named it, and not the rank whose report it wrote them for."""
+    process = start(2, "crash_in_dump", "0.2")
+    _, stderr = process.communicate("", timeout=LIMIT_S)
+    assert messages(stderr) == ["parallel-llama: [rank 0] the ranks called different collectives"]
+
+
 def test_launcher_waits_for_reports_of_the_remaining_ranks(start):
     """Regression: the launcher read the reports once, before other ranks noticed the lost rank."""
     process = start(2, "die_then_report", "0.2")
