@@ -31,7 +31,7 @@ from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.log import log_to_stderr
 
 _ALIVE_CHECK_MS = 200  # while idle, between checks that the other ranks are alive
-_REPORT_EVERY_S = 1.0  # while the ranks form a new group
+_REPORT_EVERY_S = 1.0  # during work that may take longer than a step
 _SCORED_ROWS = 256  # maximum prompt log-probabilities per frame
 _WARM_TOKENS = 15  # less than a block of the default size, so that the prefix cache stores nothing
 
@@ -149,24 +149,24 @@ class EngineProcess:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Tells the frontend regularly that the ranks form a new group.
+        """Tells the frontend regularly that the engine works, and runs no step meanwhile.
 
         Otherwise the frontend would stop the engine if reading weights takes longer than a step
         may take.
         """
-        is_formed = Event()
+        is_complete = Event()
 
         def report() -> None:
             with suppress(BrokenPipeError, ConnectionError):  # `run` will notice it too
-                while not is_formed.wait(_REPORT_EVERY_S):
-                    self._frames.send(wire.Regrouping())
+                while not is_complete.wait(_REPORT_EVERY_S):
+                    self._frames.send(wire.Working())
 
-        thread = Thread(target=report, name="regrouping")
+        thread = Thread(target=report, name="working")
         thread.start()
         try:
             yield
         finally:  # no two threads may use the socket at once
-            is_formed.set()
+            is_complete.set()
             thread.join()
 
     def _send_regroups(self) -> None:
@@ -185,7 +185,8 @@ class EngineProcess:
     def _change_adapter(self, message: wire.ChangeAdapter) -> None:
         why_refused = None
         try:
-            self._ranks.change_adapter(message.name, message.folder)
+            with self._reporting():
+                self._ranks.change_adapter(message.name, message.folder)
         except UsageError as error:
             why_refused = str(error)
         self._frames.send(wire.AdapterChanged(message.key, why_refused))

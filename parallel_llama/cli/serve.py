@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from parallel_llama.cli.model import (
 from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
 from parallel_llama.cli.session import lead, leads
 from parallel_llama.cli.terminal import DIM, painted
+from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded, is_folder
 from parallel_llama.parallel.failures import FAILED, report_error
@@ -122,7 +123,9 @@ def prepare(flags: Flags) -> Job:
             inputs,
             listener,
             keys,
-            lambda: EngineChild(_ENGINE, config.to_json(), flags[LOG_FORMAT]),
+            lambda adapters: EngineChild(
+                _ENGINE, {**config.to_json(), "adapters": dict(adapters)}, flags[LOG_FORMAT]
+            ),
             flags[RESTARTS],
         )
 
@@ -134,7 +137,7 @@ def _run_frontend(
     inputs: "InputProcessor",
     listener: socket.socket,
     keys: Sequence[str],
-    start: "Callable[[], EngineChild | AttachedEngine]",
+    start: "Callable[[Mapping[str, str]], EngineChild | AttachedEngine]",
     restarts: int,
 ) -> int:
     """Runs the HTTP server for an engine process; returns the exit code."""
@@ -151,11 +154,13 @@ def _run_frontend(
 
     # Tokenizers must encode in the calling thread, which has its own priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    names, adapters = _names(flags), list(adapters_of(flags))
+    names = _names(flags)
     engine = EngineClient(
         start,
         inputs.request(0, [0], SamplingParams(max_tokens=1)),
         Metrics(names[0]),
+        adapters=adapters_of(flags),
+        check_adapter=lambda name, folder: load_served_adapters({name: folder}, inputs.args),
         max_choices=flags[MAX_REQUESTS],
         restarts=restarts,
         step_timeout_s=flags[TIMEOUT] + _REPORT_MARGIN_S,
@@ -171,7 +176,7 @@ def _run_frontend(
 
     engine.on_loaded = announce
     root = flags[ADAPTER_ROOT]
-    service = Service(names, inputs, engine, adapters, None if root is None else expanded(root))
+    service = Service(names, inputs, engine, None if root is None else expanded(root))
     access = Access(make_app(service), keys, flags[HOST])
     app = allowing_origins(access, flags[ORIGINS])
     loop = uvloop.new_event_loop()
@@ -197,7 +202,7 @@ def _serve_as_rank(
         engine_socket.close()
         os._exit(
             _run_frontend(
-                flags, inputs, listener, keys, lambda: AttachedEngine(frontend_socket), restarts=0
+                flags, inputs, listener, keys, lambda _: AttachedEngine(frontend_socket), restarts=0
             )
         )
     frontend_socket.close()

@@ -30,7 +30,6 @@ async def load_adapter(context: RequestContext, body: LoadAdapterBody) -> Respon
             raise UsageError(f"{MAX_ADAPTERS} adapters are loaded, the maximum; unload one first")
         # Not cancelled if the client disconnects, because the engine would continue.
         await service.engine.change_adapter(name, str(folder))
-        service.adapters.append(name)
     return _success(f"LoRA adapter {name!r} added")
 
 
@@ -38,9 +37,8 @@ async def unload_adapter(context: RequestContext, body: UnloadAdapterBody) -> Re
     """Unloads an adapter that no request uses."""
     service, name = context.service, body.lora_name
     async with service.adapter_change:
-        service.require_adapter(name)
+        service.engine.require_adapter(name)
         await service.engine.change_adapter(name, None)
-        service.adapters.remove(name)
     return _success(f"LoRA adapter {name!r} removed")
 
 

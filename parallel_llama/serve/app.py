@@ -1,5 +1,6 @@
 """The table of routes, the handlers of the simple routes, and the application."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
@@ -19,6 +20,7 @@ from parallel_llama.serve.adapters import load_adapter, unload_adapter
 from parallel_llama.serve.asgi import CLIENT_CLOSED_REQUEST, ClientDisconnected, JSONBody
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import complete
+from parallel_llama.serve.engine_client import shutting_down
 from parallel_llama.serve.errors import HTTPError, error_response, json_response
 from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import Operation, description
@@ -244,6 +246,8 @@ def _route(service: Service, operation: Operation) -> Route:
             return await operation.endpoint(context)
         except (ClientDisconnected, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except asyncio.CancelledError:  # by uvicorn, at the end of the shutdown
+            return error_response(shutting_down())
         except Exception as error:
             return error_response(error, prompt)
 

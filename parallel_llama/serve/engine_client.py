@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from parallel_llama.errors import DISAGREE, NumericalError, UsageError
+from parallel_llama.errors import DISAGREE, CheckpointError, NumericalError, UsageError
 from parallel_llama.request import Request
 from parallel_llama.serve import wire
 from parallel_llama.serve.answer import Answer
@@ -43,12 +44,31 @@ class NotReady(Exception):
     """The engine is not available now; the message says why."""
 
 
+class UnknownModel(Exception):
+    """The request names a model that this server does not serve."""
+
+
 class EngineEnded(Exception):
     """The engine has ended and is not restarted."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
         self.code = code
+
+
+@dataclass(frozen=True)
+class _AdapterChange:
+    """A change of adapters that the engine has not confirmed.
+
+    Args:
+        folder: None if the adapter is unloaded.
+        reply: receives the reason if the engine refuses, else None. It is itself None if a
+            restarted engine loads the adapter again.
+    """
+
+    name: str
+    folder: str | None
+    reply: "asyncio.Future[str | None] | None" = None
 
 
 class EngineClient:
@@ -60,14 +80,26 @@ class EngineClient:
     engine is stopped. An engine is restarted at most `restarts` times in RESTART_WINDOW_S;
     unfinished requests then run again from their prompts. `probe` is a cheap request for an idle
     engine.
+
+    A restarted engine has the adapters of the previous engine, except those that cannot be loaded
+    again: they are removed from `adapters`, and requests that name them fail with UnknownModel.
+
+    Args:
+        start: starts an engine, which loads the adapters in these folders, by name.
+        adapters: the folders of the adapters that the first engine loads at its start, by name.
+        check_adapter: called with the name and the folder of an adapter, in a thread, before a
+            restarted engine loads it at its start. Raises UsageError or CheckpointError if the
+            adapter cannot be loaded.
     """
 
     def __init__(
         self,
-        start: Callable[[], EngineChild | AttachedEngine],
+        start: Callable[[Mapping[str, str]], EngineChild | AttachedEngine],
         probe: Request,
         metrics: Metrics,
         *,
+        adapters: Mapping[str, str],
+        check_adapter: Callable[[str, str], object],
         max_choices: int,
         restarts: int,
         step_timeout_s: float,
@@ -78,12 +110,11 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
-        # The awaited replies to changes of adapters, by key.
-        self._adapter_replies: dict[int, asyncio.Future[str | None]] = {}
-        # The folders of adapters that were loaded, by name, and the names of adapters that the
-        # engine loads at its start and that were unloaded.
-        self._adapters: dict[str, str] = {}
-        self._unloaded: set[str] = set()
+        # The folders of the adapters that an engine loads at its start, before it chooses the size
+        # of the KV cache, and of those that clients have loaded later, by name.
+        self._start_adapters, self._later_adapters = dict(adapters), dict[str, str]()
+        self._check_adapter = check_adapter
+        self._adapter_changes: dict[int, _AdapterChange] = {}  # by key
         # Choices of requests that are being prepared for the engine, by account.
         self._preparing: Counter[str] = Counter()
         self._probe_key: int | None = None
@@ -104,6 +135,16 @@ class EngineClient:
     def state(self) -> State:
         """The state of the engine; "ready" if it accepts new requests."""
         return "draining" if self._is_draining and self._state == "ready" else self._state
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters of the engine, or while it is down, of the last engine."""
+        return [*self._start_adapters, *self._later_adapters]
+
+    def require_adapter(self, name: str | None) -> None:
+        """Raises: UnknownModel if there is no adapter of this name."""
+        if name is not None and name not in self.adapters:
+            raise UnknownModel(f"the adapter {name!r:.200} is not loaded; see /v1/models")
 
     @property
     def n_choices(self) -> int:
@@ -177,9 +218,12 @@ class EngineClient:
     def submit(self, requests: Sequence[Request], account: str = "") -> list[Answer]:
         """Sends all requests of an account to the engine, or none.
 
-        Raises: as `require_room` for the choices of all requests.
+        Raises: as `require_room` for the choices of all requests; UnknownModel for an adapter that
+        was unloaded, or could not be loaded again, while the request was prepared.
         """
         self.require_room(sum(request.params.n for request in requests), account)
+        for request in requests:
+            self.require_adapter(request.adapter)
         answers: list[Answer] = []
         try:
             for request in requests:
@@ -206,15 +250,15 @@ class EngineClient:
         """
         if self.state != "ready":
             raise NotReady(_WHY[self.state])
-        key, reply = next(self._keys), asyncio.get_running_loop().create_future()
-        self._adapter_replies[key] = reply
-        self._send(wire.ChangeAdapter(key, name, folder))
+        reply = asyncio.get_running_loop().create_future()
+        self._send_change(_AdapterChange(name, folder, reply))
         if (refused := await reply) is not None:
             raise UsageError(refused)
-        if folder is not None:
-            self._adapters[name] = folder
-        elif self._adapters.pop(name, None) is None:
-            self._unloaded.add(name)
+
+    def _send_change(self, change: _AdapterChange) -> None:
+        key = next(self._keys)
+        self._adapter_changes[key] = change
+        self._send(wire.ChangeAdapter(key, change.name, change.folder))
 
     def drain(self) -> None:
         """Rejects new requests; unfinished requests continue."""
@@ -222,7 +266,7 @@ class EngineClient:
 
     def fail_unfinished(self) -> None:
         """Ends all unfinished requests with NotReady, because the server is shutting down."""
-        self._fail_all(NotReady(_WHY["draining"]))
+        self._fail_all(shutting_down())
 
     async def run(self) -> None:
         """Keeps an engine running until cancelled.
@@ -230,7 +274,7 @@ class EngineClient:
         Raises: EngineEnded if the engine is not restarted; all requests fail. RankError as `start`.
         """
         while True:
-            child = self._start()
+            child = self._start(self._start_adapters)
             try:
                 await self._converse(child)
             except BaseException:
@@ -238,21 +282,45 @@ class EngineClient:
                 raise
             was_loaded, self._writer = self._writer is not None, None
             self._state = "restarting"
-            for reply in self._adapter_replies.values():
-                if not reply.done():
-                    reply.set_exception(NotReady(_WHY["restarting"]))
-            self._adapter_replies.clear()
+            for change in self._adapter_changes.values():
+                if change.reply is not None and not change.reply.done():
+                    change.reply.set_exception(NotReady(_WHY["restarting"]))
+            self._adapter_changes.clear()
             code, reason = await child.end()
             if DISAGREE in reason:
                 self.metrics.mismatched()
             delay_s = self._delay_s()
-            if delay_s is None or (code == WRONG_USE and not was_loaded):
+            has_dropped = delay_s is not None and await self._drop_unreadable()
+            if delay_s is None or (code == WRONG_USE and not was_loaded and not has_dropped):
                 self._state = "ended"
                 self._fail_all(NotReady(reason))
                 raise EngineEnded(reason, code if code > 0 else 1)
             logger.error("the engine has ended and is being restarted: %s", reason)
             self.n_restarts += 1
             await asyncio.sleep(delay_s)
+
+    async def _drop_unreadable(self) -> bool:
+        """Before a restart, drops the adapters that would end an engine at its start.
+
+        Returns: whether there were any. Before an engine has been loaded, this does nothing.
+        """
+        if self.loaded is None:
+            return False
+        before = list(self._start_adapters.items())
+        for name, folder in before:
+            try:
+                await asyncio.to_thread(self._check_adapter, name, folder)
+            except (UsageError, CheckpointError) as error:
+                self._drop_adapter(name, str(error))
+        return len(self._start_adapters) < len(before)
+
+    def _drop_adapter(self, name: str, why: str) -> None:
+        logger.error("an adapter could not be loaded again and is no longer served: %s", why)
+        self._forget_adapter(name)
+
+    def _forget_adapter(self, name: str) -> None:
+        self._start_adapters.pop(name, None)
+        self._later_adapters.pop(name, None)
 
     def _delay_s(self) -> float | None:
         """Seconds until the next restart; None if there were too many."""
@@ -310,8 +378,8 @@ class EngineClient:
                     answer.put_prompt_logprobs(message.logprobs)
             case wire.Loaded():
                 self._begin(message, writer)
-            case wire.Regrouping():
-                pass  # a new group may take longer than a step
+            case wire.Working():
+                pass  # it shows that the engine does not hang
             case wire.Regrouped():
                 self.n_losses += message.has_lost
                 self.n_returns += message.n_new
@@ -328,11 +396,20 @@ class EngineClient:
                     self._fail(key, NumericalError(message.reason))
 
     def _on_changed(self, message: wire.AdapterChanged) -> None:
-        reply = self._adapter_replies.pop(message.key, None)
-        if reply is None and message.refused is not None:  # in an engine that was restarted
-            logger.error("%s", message.refused)
-        elif reply is not None and not reply.done():
-            reply.set_result(message.refused)
+        change = self._adapter_changes.pop(message.key)
+        if message.refused is None:
+            if change.folder is None:
+                self._forget_adapter(change.name)
+            else:
+                self._later_adapters[change.name] = change.folder
+        if change.reply is not None:
+            if not change.reply.done():
+                change.reply.set_result(message.refused)
+            return
+        if message.refused is not None:
+            self._drop_adapter(change.name, message.refused)
+        if not self._adapter_changes:
+            self._resume()
 
     def _on_output(self, answer: Answer, output: wire.Output) -> None:
         before_s, is_counted = answer.last_token_s, answer.key != self._probe_key
@@ -348,20 +425,34 @@ class EngineClient:
                 _log(answer)
 
     def _begin(self, loaded: wire.Loaded, writer: asyncio.StreamWriter) -> None:
-        """Makes a loaded engine ready, and submits unfinished requests of the last one again."""
-        self.loaded, self._writer, self._state = loaded, writer, "ready"
-        self.on_loaded(loaded)
-        changes = [*((name, None) for name in self._unloaded), *self._adapters.items()]
-        for name, folder in changes:
-            self._send(wire.ChangeAdapter(next(self._keys), name, folder))
+        """Makes a loaded engine ready, after it has loaded the adapters of the last one again."""
+        self.loaded, self._writer = loaded, writer
+        for name, folder in self._later_adapters.items():
+            self._send_change(_AdapterChange(name, folder))
+        if not self._adapter_changes:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Makes the engine ready, and submits unfinished requests of the last one again."""
+        assert self.loaded is not None
+        self._state = "ready"
+        self.on_loaded(self.loaded)
         for key, answer in list(self._answers.items()):
             if answer.is_abandoned or key == self._probe_key:
                 self._forget(key)
             elif answer.n_engines == MAX_ENGINES:
                 self._fail(key, NotReady("every engine that ran this request has ended"))
             else:
-                answer.restart()
-                self._send(wire.Submit(key, answer.request))
+                self._submit_again(answer)
+
+    def _submit_again(self, answer: Answer) -> None:
+        try:
+            self.require_adapter(answer.request.adapter)
+        except UnknownModel as error:
+            self._fail(answer.key, error)
+        else:
+            answer.restart()
+            self._send(wire.Submit(answer.key, answer.request))
 
     def _forget(self, key: int) -> Answer | None:
         """Returns: the answer; None if it has ended, which the engine may not know yet."""
@@ -385,6 +476,11 @@ class EngineClient:
     def _fail_all(self, error: Exception) -> None:
         for key in list(self._answers):
             self._fail(key, error)
+
+
+def shutting_down() -> NotReady:
+    """The error of requests that are unfinished when the server shuts down."""
+    return NotReady(_WHY["draining"])
 
 
 def _log(answer: Answer) -> None:

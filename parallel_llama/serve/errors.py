@@ -12,9 +12,8 @@ from parallel_llama.errors import CheckpointError, ContextExceeded, NumericalErr
 from parallel_llama.serve.answer import Diverged, Stalled
 from parallel_llama.serve.asgi import REASON
 from parallel_llama.serve.bodies import FIELDS, NESTED_FIELDS, InvalidBody
-from parallel_llama.serve.engine_client import Busy, NotReady
+from parallel_llama.serve.engine_client import Busy, NotReady, UnknownModel
 from parallel_llama.serve.replies import ErrorDetail, ErrorReply
-from parallel_llama.serve.service import UnknownModel
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ _TICKS_PER_CHECK = 10  # ticks of uvicorn, 0.1 s each
 _TICKS_PER_TRIM = 100
 _MAX_KEPT_BYTES = 32 << 20  # freed memory that malloc may keep
 _CLOSING_S = 5  # for open connections to close at shutdown
+_LAST_ANSWER_S = 1.0  # for cancelled requests to answer, which takes a few milliseconds
 _SAME_SIGNAL_S = 0.5  # signals within this time of each other count as one
 
 READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a pending response
@@ -141,6 +142,8 @@ async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, dra
         server.should_exit = True
         server.force_exit = len(signals) > 1
         await serving
+        if not server.force_exit:
+            await server.await_cancelled()
         awaiting_shutdown.cancel()
         running.cancel()
         code = await _ending(running)
@@ -173,6 +176,11 @@ class _Server(uvicorn.Server):
         if counter % _TICKS_PER_TRIM == 0 and n_kept_bytes() > _MAX_KEPT_BYTES:
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
         return await super().on_tick(counter)
+
+    async def await_cancelled(self) -> None:
+        """Waits for the requests that uvicorn has cancelled, which still answer with status 503."""
+        if tasks := {*self.server_state.tasks}:
+            await asyncio.wait(tasks, timeout=_LAST_ANSWER_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

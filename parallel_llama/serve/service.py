@@ -14,7 +14,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams, with_special_tokens
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.asgi import until_disconnect
-from parallel_llama.serve.engine_client import EngineClient
+from parallel_llama.serve.engine_client import EngineClient, UnknownModel
 from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
 from parallel_llama.tokenizer import Chat
 
@@ -26,17 +26,12 @@ SMALL_PART_BYTES = 8 << 10  # serialised on the event loop: takes less than a mi
 GRAMMAR_WORK = 1 << 20  # cost of a grammar that is not cached: that of a text of so many bytes
 
 
-class UnknownModel(Exception):
-    """The request names a model that this server does not serve."""
-
-
 @dataclass(frozen=True)
 class Service:
     """One model and its engine.
 
     Args:
         names: the names by which requests may call the model; replies contain the first.
-        adapters: the names of the loaded LoRA adapters.
         adapter_root: the folder from which clients may load adapters; None if they may not.
         adapter_change: held while an adapter is loaded or unloaded.
         threads: run templates, tokenizers and grammars, which would block the event loop.
@@ -45,21 +40,20 @@ class Service:
     names: Sequence[str]
     inputs: InputProcessor
     engine: EngineClient
-    adapters: list[str] = field(default_factory=list)
     adapter_root: Path | None = None
     adapter_change: asyncio.Lock = field(default_factory=asyncio.Lock)
     created: int = field(default_factory=lambda: int(time.time()))
     threads: FairThreads = field(default_factory=FairThreads)
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the loaded LoRA adapters."""
+        return self.engine.adapters
+
     def require_model(self, name: str | None) -> None:
         """Raises: UnknownModel."""
         if name is not None and name not in self.names and name not in self.adapters:
             raise UnknownModel(f"the model {name!r:.200} is not served here; use {self.names[0]!r}")
-
-    def require_adapter(self, name: str) -> None:
-        """Raises: UnknownModel."""
-        if name not in self.adapters:
-            raise UnknownModel(f"the adapter {name!r:.200} is not loaded; see /v1/models")
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,7 @@ class RequestContext:
         Args:
             with_markers: whether special tokens are in the text of the answers, for a reader.
 
-        Raises: UsageError, NotReady, Busy.
+        Raises: UsageError, UnknownModel, NotReady, Busy.
         """
         engine = self.service.engine
         n_choices = len(prompts) * params.n

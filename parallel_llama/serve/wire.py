@@ -72,8 +72,11 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     ranks: tuple[RankFacts, ...]
 
 
-class Regrouping(msgspec.Struct, frozen=True, array_like=True, tag="regrouping"):
-    """The engine forms a new group of ranks now; sent every second until the group is formed."""
+class Working(msgspec.Struct, frozen=True, array_like=True, tag="working"):
+    """The engine works between two steps: it forms a new group of ranks, or loads an adapter.
+
+    Sent every second until the work is complete, because it may take longer than a step.
+    """
 
 
 class Regrouped(msgspec.Struct, frozen=True, array_like=True, tag="regrouped"):
@@ -149,7 +152,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 FromEngine = (
-    Loaded | Regrouping | Regrouped | Scored | Stepped | EngineRefused | AdapterChanged | Failed
+    Loaded | Working | Regrouped | Scored | Stepped | EngineRefused | AdapterChanged | Failed
 )
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)

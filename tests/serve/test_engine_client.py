@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,14 @@ from parallel_llama.engine.statistics import EngineStatistics, StepTimes
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.serve.answer import Answer
-from parallel_llama.serve.engine_client import Busy, EngineClient, EngineEnded, NotReady
+from parallel_llama.serve.engine_client import (
+    WRONG_USE,
+    Busy,
+    EngineClient,
+    EngineEnded,
+    NotReady,
+    UnknownModel,
+)
 from parallel_llama.serve.metrics import Metrics
 from parallel_llama.serve.wire import (
     AdapterChanged,
@@ -23,10 +31,10 @@ from parallel_llama.serve.wire import (
     Loaded,
     Output,
     RankFacts,
-    Regrouping,
     Stepped,
     Submit,
     ToEngine,
+    Working,
     framed,
     to_engine,
 )
@@ -36,18 +44,21 @@ STATISTICS = EngineStatistics(1, 0, 1, 0, 9, 1, 0, 0, 0, 0, StepTimes())
 
 
 class Played:
-    """A simulated engine: the messages that it receives, and those that it sends."""
+    """A simulated engine: the messages that it receives, and those that it sends.
 
-    def __init__(self, code: int = 1) -> None:
+    `adapters` are those that it loads at its start, and `code` is its exit code.
+    """
+
+    def __init__(self, adapters: Mapping[str, str]) -> None:
         self.socket, self._theirs = socket.socketpair()
-        self._code = code
+        self.adapters, self.code = dict(adapters), 1
         self._frames, self._heard = Frames(), []
 
     async def end(self, grace_s: float = 0.0) -> tuple[int, str]:
         del grace_s
         self.socket.close()
         self._theirs.close()
-        return self._code, "it was played"
+        return self.code, "it was played"
 
     async def hear(self) -> ToEngine:
         self._theirs.setblocking(False)
@@ -81,16 +92,17 @@ def step(key: int, *tokens: int, ends: bool = False) -> Stepped:
 
 @asynccontextmanager
 async def playing(
-    **settings: float,
+    **settings: object,
 ) -> AsyncIterator[tuple[EngineClient, list[Played], asyncio.Task]]:
     """A client, the engines that it starts in turn, and the task in which it runs."""
     engines: list[Played] = []
 
-    def start() -> Played:
-        engines.append(Played())
+    def start(adapters: Mapping[str, str]) -> Played:
+        engines.append(Played(adapters))
         return engines[-1]
 
     given = {"max_choices": 4, "restarts": 9, "step_timeout_s": 100.0, **settings}
+    given = {"adapters": {}, "check_adapter": lambda *_: None, **given}
     client = EngineClient(start, request(), Metrics("m"), **given)
     running = asyncio.create_task(client.run())
     await asyncio.sleep(0.01)
@@ -102,14 +114,28 @@ async def playing(
     assert isinstance(ended, (asyncio.CancelledError, EngineEnded)), ended
 
 
-async def ready(client: EngineClient, engines: list[Played], number: int = 0) -> Played:
-    """The engine with this number, once it is loaded."""
+async def started(engines: list[Played], number: int) -> Played:
+    """The engine with this number, once it is started."""
     while len(engines) <= number:
         await asyncio.sleep(0.01)
-    engines[number].say(LOADED)
+    return engines[number]
+
+
+async def ready(client: EngineClient, engines: list[Played], number: int = 0) -> Played:
+    """The engine with this number, once it is loaded."""
+    (await started(engines, number)).say(LOADED)
     while client.state != "ready":
         await asyncio.sleep(0.01)
     return engines[number]
+
+
+async def changed(client: EngineClient, engine: Played, name: str, folder: str | None) -> None:
+    """Loads or unloads an adapter, and checks the message that the engine receives."""
+    changing = asyncio.create_task(client.change_adapter(name, folder))
+    change = await engine.hear()
+    assert (change.name, change.folder) == (name, folder)
+    engine.say(AdapterChanged(change.key, None))
+    await changing
 
 
 async def test_requests_are_refused_until_the_engine_is_loaded():
@@ -226,13 +252,13 @@ async def test_engine_that_does_not_step_in_time_is_replaced():
         assert not client.is_ready
 
 
-async def test_engine_that_regroups_longer_than_the_step_limit_is_not_replaced():
-    """Regression: reading the shards of a lost rank counted as one long step."""
+async def test_engine_that_works_between_steps_for_long_is_not_replaced():
+    """Regression: reading the shards of a lost rank, or an adapter, counted as one long step."""
     async with playing(step_timeout_s=1.0) as (client, engines, _):
         engine = await ready(client, engines)
         answer = submit(client, request())
         for _ in range(15):
-            engine.say(Regrouping())
+            engine.say(Working())
             await asyncio.sleep(0.1)
         assert client.is_ready and len(engines) == 1
         engine.say(step(answer.key, 5, ends=True))
@@ -266,33 +292,99 @@ async def test_a_new_engine_gets_the_adapters_before_the_requests():
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
         for name, folder in (("a", "x"), ("b", "y"), ("b", None)):
-            changing = asyncio.create_task(client.change_adapter(name, folder))
-            asked = await engine.hear()
-            assert (asked.name, asked.folder) == (name, folder)
-            engine.say(AdapterChanged(asked.key, None))
-            await changing
+            await changed(client, engine, name, folder)
         submit(client, request())
-        engine.die()
-        engine = await ready(client, engines, 1)
-        changed = await engine.hear()
-        assert (changed.name, changed.folder) == ("a", "x")
         assert isinstance(await engine.hear(), Submit)
-        engine.say(AdapterChanged(changed.key, "it is not there"))  # nobody asked
-        assert client.state == "ready"
+        engine.die()
+        engine = await started(engines, 1)
+        engine.say(LOADED)
+        change = await engine.hear()
+        assert (change.name, change.folder) == ("a", "x")
+        with pytest.raises(NotReady, match="is being restarted"):
+            submit(client, request())
+        engine.say(AdapterChanged(change.key, None))
+        assert isinstance(await engine.hear(), Submit)
+        assert client.state == "ready" and client.adapters == ["a"]
 
 
 async def test_restarted_engine_replaces_an_adapter_of_the_command_line():
     """Regression: the engine kept the first adapter, and refused the other one of that name."""
+    async with playing(adapters={"own": "first"}) as (client, engines, _):
+        engine = await ready(client, engines)
+        assert engine.adapters == {"own": "first"}
+        for folder in (None, "other"):
+            await changed(client, engine, "own", folder)
+        engine.die()
+        engine = await started(engines, 1)
+        engine.say(LOADED)
+        change = await engine.hear()
+        assert engine.adapters == {} and (change.name, change.folder) == ("own", "other")
+
+
+async def test_adapter_that_a_restarted_engine_refuses_is_dropped(caplog):
+    """Regression: clients still saw the adapter, and requests that named it got status 400."""
     async with playing() as (client, engines, _):
         engine = await ready(client, engines)
-        for folder in (None, "other"):
-            changing = asyncio.create_task(client.change_adapter("own", folder))
-            engine.say(AdapterChanged((await engine.hear()).key, None))
-            await changing
+        for name in ("lost", "kept"):
+            await changed(client, engine, name, "folder")
+        lost, kept = (submit(client, replace(request(), adapter=n)) for n in ("lost", "kept"))
         engine.die()
-        engine = await ready(client, engines, 1)
-        heard = [await engine.hear() for _ in range(2)]
-        assert [(each.name, each.folder) for each in heard] == [("own", None), ("own", "other")]
+        engine = await started(engines, 1)
+        engine.say(LOADED)
+        for reason in ("adapter 'lost': folder: not a folder", None):
+            engine.say(AdapterChanged((await engine.hear()).key, reason))
+        resubmitted = await engine.hear()
+        assert isinstance(resubmitted, Submit) and resubmitted.key == kept.key
+        with pytest.raises(UnknownModel, match="'lost' is not loaded; see /v1/models"):
+            await lost.whole()
+        with pytest.raises(UnknownModel, match="'lost' is not loaded"):  # tokenised meanwhile
+            submit(client, replace(request(), adapter="lost"))
+        assert client.is_ready and client.adapters == ["kept"] and client.n_choices == 1
+        assert "no longer served: adapter 'lost': folder: not a folder" in caplog.text
+        engine.die()
+        engine = await started(engines, 2)
+        engine.say(LOADED)
+        assert (await engine.hear()).name == "kept"
+
+
+async def test_restarted_engine_starts_without_adapters_that_cannot_be_read(caplog):
+    """Regression: the new engine refused the adapter of --adapter, which ended the server.
+
+    The adapter `late` disappears after it was checked for the second engine.
+    """
+    gone = set()
+
+    def check(name: str, folder: str) -> None:
+        if name in gone:
+            raise UsageError(f"adapter {name!r}: {folder}: not a folder")
+
+    adapters = {"own": "x", "late": "y", "kept": "z"}
+    async with playing(adapters=adapters, check_adapter=check) as (client, engines, _):
+        engine = await ready(client, engines)
+        assert engine.adapters == adapters
+        gone.add("own")
+        engine.die()
+        engine = await started(engines, 1)
+        assert engine.adapters == {"late": "y", "kept": "z"}
+        gone.add("late")
+        engine.code = WRONG_USE
+        engine.die()
+        engine = await ready(client, engines, 2)
+        assert engine.adapters == {"kept": "z"} and client.adapters == ["kept"]
+    for name, folder in (("own", "x"), ("late", "y")):
+        assert f"no longer served: adapter '{name}': {folder}: not a folder" in caplog.text
+
+
+async def test_first_engine_that_cannot_read_an_adapter_ends_the_client():
+    def check(*_: str) -> None:
+        raise UsageError("not a folder")
+
+    async with playing(adapters={"own": "x"}, check_adapter=check) as (client, engines, running):
+        engines[0].code = WRONG_USE
+        engines[0].die()
+        with pytest.raises(EngineEnded):
+            await running
+        assert client.adapters == ["own"]
 
 
 async def test_restarted_engine_may_end_choices_in_another_order():

@@ -11,8 +11,18 @@ from parallel_llama import engine_process
 from parallel_llama.engine import ranks as ranks_module
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine_process import EngineProcess
+from parallel_llama.errors import UsageError
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.serve.wire import Frames, FrameSocket, Regrouping, from_engine
+from parallel_llama.serve.wire import (
+    AdapterChanged,
+    ChangeAdapter,
+    Frames,
+    FrameSocket,
+    FromEngine,
+    Working,
+    framed,
+    from_engine,
+)
 
 
 @pytest.fixture
@@ -25,6 +35,10 @@ def frontend(monkeypatch):
         EngineProcess(ranks, FrameSocket(engine_socket))
         own.settimeout(20)
         yield own, ranks
+
+
+def messages_in(data: bytes) -> list[FromEngine]:
+    return [from_engine.decode(body) for body in Frames().feed(data)]
 
 
 def require_silence(own: socket.socket) -> None:
@@ -41,9 +55,32 @@ def require_silence(own: socket.socket) -> None:
 def test_engine_process_reports_while_the_ranks_form_a_group(frontend):
     own, ranks = frontend
     with ranks.regrouping():
-        messages = [from_engine.decode(body) for body in Frames().feed(own.recv(1 << 10))]
-    assert messages and set(messages) == {Regrouping()}
+        messages = messages_in(own.recv(1 << 10))
+    assert messages and set(messages) == {Working()}
     require_silence(own)
+
+
+@pytest.mark.parametrize("refused", [None, "folder: not a folder"])
+def test_engine_process_reports_while_an_adapter_is_loaded(monkeypatch, refused):
+    """Regression: the frontend stopped an engine that needed longer than for a step."""
+    monkeypatch.setattr(engine_process, "_REPORT_EVERY_S", 0.01)
+    own, engine_socket = socket.socketpair()
+    reports = []
+
+    def change_adapter(*_: object) -> None:
+        reports.append(own.recv(1 << 10))  # waits until the engine process has sent a report
+        if refused is not None:
+            raise UsageError(refused)
+
+    ranks = Mock(change_adapter=change_adapter)
+    with own, engine_socket:
+        process = EngineProcess(ranks, FrameSocket(engine_socket))
+        own.settimeout(20)
+        own.sendall(framed(ChangeAdapter(3, "sql", "folder")))
+        process.take_commands(wait=False)
+        *working, changed = messages_in(reports[0] + own.recv(1 << 10))
+        assert set(working) == {Working()} and changed == AdapterChanged(3, refused)
+        require_silence(own)
 
 
 def test_ranks_continue_if_the_frontend_has_closed_the_socket(frontend, monkeypatch):
@@ -52,7 +89,7 @@ def test_ranks_continue_if_the_frontend_has_closed_the_socket(frontend, monkeypa
     own, ranks = frontend
     own.close()
     with ranks.regrouping():
-        (reporting,) = (each for each in threading.enumerate() if each.name == "regrouping")
+        (reporting,) = (each for each in threading.enumerate() if each.name == "working")
         reporting.join(20)  # its first report finds the socket closed
         assert not reporting.is_alive() and errors == []
 

@@ -1,5 +1,6 @@
 """Ranks that die or hang under a server, servers that are stopped, and servers under overload."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -9,14 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from commands import run_command
 from served import Served
 from tiny_folder import write_endless_folder
+
+from parallel_llama.serve import server
+from parallel_llama.serve.access import Access
+from parallel_llama.serve.app import make_app
+from parallel_llama.serve.service import Service
 
 LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 250, "ignore_eos": True, "seed": 3}
 ENDLESS = {**LONG, "max_tokens": 60_000}  # takes minutes if the client stays connected
@@ -239,6 +246,50 @@ def test_requests_that_outlast_the_drain_get_503_or_an_error_event(folder):
             assert error["message"] == "the server is shutting down"
         assert served.process.wait(LIMIT_S) == 0
     assert "Traceback" not in served.stderr
+
+
+@pytest.mark.parametrize("stage", ["read", "tokenised"])
+async def test_requests_that_are_not_in_the_engine_when_the_drain_ends_get_503(
+    stage, monkeypatch, caplog
+):
+    """Regression: they got status 500, and the log a traceback."""
+    monkeypatch.setattr(server, "_CLOSING_S", 0.1)
+    ended, begun, goes_on = asyncio.Event(), threading.Event(), threading.Event()
+
+    def encode(*_: object, **__: object) -> list[int]:
+        begun.set()
+        goes_on.wait(LIMIT_S)
+        return []
+
+    async def app(scope, receive, send) -> None:
+        if stage == "read":
+            begun.set()
+        await access(scope, receive, send)
+
+    inputs = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode), max_seq_len=9)
+    engine = SimpleNamespace(
+        run=ended.wait, n_choices=0, adapters=[], drain=lambda: None, fail_unfinished=lambda: None,
+        preparing=lambda *_, **__: nullcontext(),
+    )  # fmt: skip
+    access = Access(make_app(Service(["m"], inputs, engine)), [], "127.0.0.1")
+    listener, body = server.bound_socket("127.0.0.1", 0), b'{"prompt": "Once"}'
+    port = listener.getsockname()[1]
+    serving = asyncio.create_task(server.serve(app, engine, listener, 0))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+    writer.write(body[:-1] if stage == "read" else body)
+    try:
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        ended.set()
+        await serving
+        reply = await reader.read()
+    finally:
+        goes_on.set()
+        writer.close()
+    assert reply.startswith(b"HTTP/1.1 503 ") and b"the server is shutting down" in reply
+    assert b"retry-after: 1\r\n" in reply.lower() and "Traceback" not in caplog.text
 
 
 def test_sigterm_under_torchrun_lets_requests_finish(folder):

@@ -1,10 +1,13 @@
 """The `model` of a request to a server selects a LoRA adapter."""
 
 import json
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 from adapters import write_adapter
 from served import Served
@@ -135,6 +138,34 @@ def test_clients_cannot_fill_the_memory_with_adapters(server, client):
     for name in names:
         assert change(server, "unload", lora_name=name)[0] == 200
     assert names_of(client) == NAMES
+
+
+def test_restarted_server_drops_adapters_whose_folders_are_gone(model, tmp_path):
+    """Regression: an adapter of --adapter ended the server, and another one stayed in the list."""
+    own, kept, later = (
+        write_adapter(tmp_path / name, model, r".*\.\w+_proj", target_modules="all-linear")
+        for name in ("own", "kept", "later")
+    )
+    flags = [f"--adapter=own={own}", f"--adapter=kept={kept}", f"--adapter-root={tmp_path}"]
+    with Served(f"--model={model}", "--served-model-name=tiny", *flags) as served:
+        assert change(served, "load", lora_name="later", lora_path="later")[0] == 200
+        for folder in (own, later):
+            shutil.rmtree(folder)
+        (engine,) = (
+            child
+            for child in psutil.Process(served.process.pid).children()
+            if "parallel_llama.engine_process" in child.cmdline()
+        )
+        engine.kill()
+        deadline_s = time.monotonic() + 120
+        while (served.get("/status")["n_restarts"], served.get("/status")["state"]) != (1, "ready"):
+            assert time.monotonic() < deadline_s, served.stderr
+            time.sleep(0.05)
+        assert [each["id"] for each in served.get("/v1/models")["data"]] == ["tiny", "kept"]
+        for name, status in (("own", 404), ("later", 404), ("kept", 200)):
+            assert served.send("POST", "/v1/completions", {**ASKED, "model": name})[0] == status
+    for name, folder in (("own", own), ("later", later)):
+        assert f"no longer served: adapter '{name}': {folder}: not a folder" in served.stderr
 
 
 @pytest.mark.parametrize(
