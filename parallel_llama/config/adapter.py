@@ -1,7 +1,9 @@
 """Finds the tensors of a LoRA adapter that PEFT saved, and checks them against the base model.
 
 Names and shapes are those of transformers' modules, whatever the layout of the base model. A fused
-projection has one pair of A and B for all of its weights.
+projection has one pair of A and B for all of its weights. If the adapter was trained on a model of
+text and images, the modules of the text part have a prefix, and tensors of the other parts are left
+out.
 
 Source: get_peft_model_state_dict of peft 0.21.
 """
@@ -17,7 +19,7 @@ from pathlib import Path
 from parallel_llama.config.lora import MERGE_WITH_PEFT, LoraConfig, lora_config
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError, listed
-from parallel_llama.families import family_of, parameters, stored_slices
+from parallel_llama.families import Family, family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
 from parallel_llama.families.weights import Param
@@ -95,9 +97,9 @@ def load_adapter(folder: Path, args: ModelArgs) -> Adapter:
     values = read_json_object(config)
     with naming(config):
         lora = lora_config(values)
-    tensors, is_base = _tensors(weights, args)
+    tensors, is_base, prefix = _tensors(weights, args)
     with naming(config):
-        modules = _Modules(lora, _untied(lora, args), is_base)
+        modules = _Modules(lora, _untied(lora, args), is_base, prefix)
     modules.require_fit(weights, tensors)
     pairs = {
         name: LoraPair(tensors[module + _A], tensors[module + _B], modules.scaling(name))
@@ -182,13 +184,14 @@ def served_pairs(adapter: Adapter) -> Iterator[tuple[Param, str]]:
 class _Modules:
     """The modules of a model that an adapter changes.
 
-    `is_base` says that the adapter's names omit the prefix of the base model (`model.`).
+    `is_base` says that the adapter's names omit the prefix of the base model (`model.`), and
+    `prefix` is what they have before the names of the text part.
 
     Raises: UsageError if the embeddings have A and B, or no module is changed.
     """
 
-    def __init__(self, lora: LoraConfig, args: ModelArgs, is_base: bool) -> None:
-        self.args, self._lora, self._is_base = args, lora, is_base
+    def __init__(self, lora: LoraConfig, args: ModelArgs, is_base: bool, prefix: str) -> None:
+        self.args, self._lora, self._is_base, self._prefix = args, lora, is_base, prefix
         slices = stored_slices(args, "hf")
         self._shapes = {slices[p.name].name: slices[p.name].shape for p in parameters(args)}
         self._embedding = slices["tok_embeddings.weight"].name
@@ -284,9 +287,12 @@ class _Modules:
 
     def _module(self, name: str) -> str:
         """The adapter's name of the module that has a stored tensor."""
+        family = family_of(self.args)
         module, short = name.rpartition(".")[0], name.partition(".")[2]
-        is_inside = hf_full_name(short, family_of(self.args).names) == name
-        return module.partition(".")[2] if self._is_base and is_inside else module
+        is_inside = hf_full_name(short, family.names) == name
+        if not is_inside and self._prefix != family.text_prefix:
+            return module  # the output layer is beside the base model
+        return self._prefix + (module.partition(".")[2] if self._is_base and is_inside else module)
 
 
 def _untied(lora: LoraConfig, args: ModelArgs) -> ModelArgs:
@@ -321,10 +327,23 @@ def _require_files(folder: Path) -> None:
     raise UsageError(f"{folder}: has no {WEIGHTS}; give the folder that peft saved")
 
 
-def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool]:
-    """The tensors of the file by full name, and whether its names omit the base model's prefix."""
+def _text_prefixes(family: Family) -> tuple[str, ...]:
+    """Prefixes of the text part's modules in models of text and images.
+
+    The text part is a module of the base model, or else of the whole model.
+    """
+    prefix = family.text_prefix
+    return (f"model.{prefix}", prefix) if prefix else ()
+
+
+def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool, str]:
+    """The tensors of the file's text part by full name.
+
+    Returns: also whether the file's names omit the base model's prefix, and the prefix that they
+    have before the names of the text part.
+    """
     tensors: dict[str, FileTensor] = {}
-    names, is_base = family_of(args).names, False
+    family, is_base, text_prefix = family_of(args), False, ""
     for name, tensor in read_safetensors_header(path).items():
         for suffix, setting in _UNSUPPORTED.items():
             if name.endswith((suffix, f"{suffix}.weight")):
@@ -338,8 +357,13 @@ def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool]:
                 "again with peft"
             )
         short = name.removeprefix(_PREFIX)
-        full = hf_full_name(short, names)
+        if short.removeprefix("model.").startswith(family.other_parts):
+            continue
+        prefix = next(filter(short.startswith, _text_prefixes(family)), "")
+        short = short.removeprefix(prefix)
+        full = hf_full_name(short, family.names)
         if full in tensors:
             raise CheckpointError(f"{path}: has two tensors for {full!r:.200}; remove one")
         tensors[full], is_base = tensor, is_base or full != short
-    return tensors, is_base
+        text_prefix = text_prefix or prefix
+    return tensors, is_base, text_prefix

@@ -73,10 +73,10 @@ def find_snapshot(name: HubName) -> Path | None:
     """The folder of the snapshot of a model's revision, or None if it was not downloaded.
 
     A snapshot is named after its commit; for a branch or a tag, the file refs/REVISION contains the
-    commit. If the folder refs does not exist, the only snapshot is used for the main branch.
+    commit. Without that file the branch was not downloaded, as in huggingface_hub: a snapshot in
+    the cache may be an old commit that was downloaded by its name.
 
-    Raises: UsageError if the file in refs names no snapshot, or if the folder refs does not exist
-    and there are several snapshots.
+    Raises: UsageError if the file in refs names no snapshot.
     """
     folder = hub_folder(name.repo)
     snapshots, ref = folder / "snapshots", folder / "refs" / name.revision
@@ -85,17 +85,15 @@ def find_snapshot(name: HubName) -> Path | None:
     revisions = [revision for revision in names_in(snapshots) if is_folder(snapshots / revision)]
     if name.revision in revisions:
         return snapshots / name.revision
-    has_ref = is_there(ref)
-    if not has_ref and (name.revision != MAIN or is_there(folder / "refs")):
+    if not is_there(ref):
         return None
-    commits = [_commit_in(ref)] if has_ref else revisions
-    if len(commits) != 1 or commits[0] not in revisions:
-        selection = f"names {commits[0][:80]!r}" if has_ref else "is missing"
+    commit = _commit_in(ref)
+    if commit not in revisions:
         raise UsageError(
             f"{folder}: has {len(revisions)} snapshots, and refs/{name.revision}, which selects "
-            f"one, {selection}; add --download, or run: {name.command}"
+            f"one, names {commit[:80]!r}; add --download, or run: {name.command}"
         )
-    return snapshots / commits[0]
+    return snapshots / commit
 
 
 def _commit_in(ref: Path) -> str:

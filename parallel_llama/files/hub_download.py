@@ -50,6 +50,7 @@ METADATA_FILES = (
 )  # fmt: skip
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -66,18 +67,26 @@ def is_offline() -> bool:
 
 @dataclass(frozen=True)
 class _Commit:
-    """A commit of a model's repository, with the bytes of each of its files."""
+    """A commit of a model's repository.
+
+    Args:
+        id: the hash of the commit.
+        sizes: the bytes of each file.
+        blobs: the name that each file's content has in the folder `blobs` of the cache, if the hub
+            states it.
+    """
 
     name: HubName
     id: str
     sizes: Mapping[str, int]
+    blobs: Mapping[str, str]
 
     @property
     def snapshot(self) -> Path:
         return hub_folder(self.name.repo) / "snapshots" / self.id
 
     def missing(self, files: Sequence[str]) -> list[str]:
-        """The given files that the cache lacks.
+        """The given files that the snapshot lacks.
 
         Raises: UsageError if the repository lacks a file, or the disk has too little space.
         """
@@ -87,8 +96,17 @@ class _Commit:
                 f"{endpoint()}/{self.name.repo} lists its files"
             )
         missing_files = [file for file in files if not is_file(self.snapshot / file)]
-        _require_space(self.name, self.n_bytes(missing_files))
+        _require_space(self.name, self.n_bytes(self.without_blob(missing_files)))
         return missing_files
+
+    def without_blob(self, files: Sequence[str]) -> list[str]:
+        """The given files whose content the cache lacks; the other files only need a link.
+
+        Incomplete blobs do not count, because huggingface_hub downloads the whole file again.
+        """
+        folder = hub_folder(self.name.repo) / "blobs"
+        blobs = {file: self.blobs.get(file) for file in files}
+        return [file for file, blob in blobs.items() if blob is None or not is_file(folder / blob)]
 
     def n_bytes(self, files: Sequence[str]) -> int:
         return sum(self.sizes[file] for file in files)
@@ -124,11 +142,12 @@ def download_model(name: HubName, announce: Callable[[str], None]) -> None:
         is_index = first.endswith(".json")
         commit.fetch(commit.missing([*small, first] if is_index else small))
         weights = names_in_index(commit.snapshot / first) if is_index else [first]
-    if missing := commit.missing(weights):
-        count, megabytes = len(missing), commit.n_bytes(missing) / 1e6
+    missing = commit.missing(weights)
+    if absent := commit.without_blob(missing):
+        count, megabytes = len(absent), commit.n_bytes(absent) / 1e6
         files = f"{counted(count, 'file')}, {megabytes:,.1f} MB"
         announce(f"downloading the weights of {name}: {files}, commit {commit.id}")
-        commit.fetch(missing)
+    commit.fetch(missing)
     with _explaining(name):
         _write_ref(name, commit.id)
 
@@ -149,7 +168,12 @@ def _resolve(name: HubName) -> _Commit:
             f"{endpoint()} says that {name} is commit {commit[:60]!r}, which is not 40 hexadecimal "
             "digits; try later"
         )
-    return _Commit(name, commit, {file.rfilename: file.size or 0 for file in info.siblings or ()})
+    files = info.siblings or ()
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    # The cache names a blob after the hash that the hub sends as ETag: that of Git LFS, or of git.
+    hashes = {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id for f in files}
+    blobs = {file: blob for file, blob in hashes.items() if blob and _BLOB.fullmatch(blob)}
+    return _Commit(name, commit, sizes, blobs)
 
 
 def select_files(name: HubName, files_in_repo: Collection[str]) -> tuple[list[str], str]:

@@ -15,6 +15,8 @@ from parallel_llama.files.bounded_files import open_file
 def take_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed or the process ends; False if it is already locked.
 
+    The file must be open for writing, because NFS has no exclusive locks of other files.
+
     Raises: OSError on a file system without locks.
     """
     try:

@@ -7,6 +7,7 @@ complete, and another run can continue from the journal.
 """
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -40,6 +41,8 @@ from parallel_llama.reshard.gguf_types import (
 )
 
 TargetKind = Literal["meta", "hf", "native", "gguf"]
+
+logger = logging.getLogger(__name__)
 
 
 def check_target(source: ModelFiles, target: Path, kind: TargetKind) -> None:
@@ -265,7 +268,10 @@ class PartialFolder:
 
 
 def _lock_folder(folder: Path, target: Path) -> int:
-    """A descriptor with the lock of the folder; the system releases it when the process ends."""
+    """A descriptor with the lock of the folder; the system releases it when the process ends.
+
+    On a file system without locks, the descriptor has none.
+    """
     while True:
         try:
             folder.mkdir(exist_ok=True)
@@ -278,7 +284,7 @@ def _lock_folder(folder: Path, target: Path) -> int:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:  # the previous holder has just removed the folder
             continue
-        if not take_lock(lock):
+        if not _take_or_warn(lock, target):
             holder = os.pread(lock, _MAX_LOCK_BYTES, 0).decode(errors="replace").strip()
             os.close(lock)
             raise UsageError(
@@ -288,6 +294,18 @@ def _lock_folder(folder: Path, target: Path) -> int:
         if _is_at(lock, folder / _LOCK):
             return lock
         os.close(lock)  # the folder of this lock was removed
+
+
+def _take_or_warn(lock: int, target: Path) -> bool:
+    """Whether the lock was taken, or the file system has no locks."""
+    try:
+        return take_lock(lock)
+    except OSError as error:
+        logger.warning(
+            "%s: written without a lock (%s); do not start a second reshard to this target",
+            target, error.strerror,
+        )  # fmt: skip
+        return True
 
 
 def _write_holder(lock: int) -> None:

@@ -7,9 +7,10 @@ Source: the keys under tokenizer.ggml in ggml's docs/gguf.md.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.errors import UsageError
@@ -40,6 +41,16 @@ _SAMPLE = (
     "\u0e14\u0e35 \U0001f600\U0001f468\u200d\U0001f469 camelCase HTTPServer_v2 ...   "
 )
 _N_SAMPLED = 16  # special tokens
+
+# Settings of added tokens that no GGUF file can state: there a token is matched literally.
+_UNSTATED = {
+    "rstrip": "drops whitespace after {}",
+    "lstrip": "drops whitespace before {}",
+    "single_word": "finds {} only as a whole word",
+}
+# Old folders of Llama 2 and Mistral have such settings for these tokens, and GGUF files of these
+# models do not.
+_USUAL = ("<unk>", "<s>", "</s>")
 
 _INSTEAD = (
     "use --format hf or native, or a copy of the folder without its tokenizer files to write a "
@@ -82,7 +93,11 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     fields |= _special_ids(tokenizer, config, tokens, defaults)
     fields["add_bos_token"] = bool(tokenizer.encode(""))
     gguf_fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
-    _require_same(folder, tokenizer, build_gguf_tokenizer(gguf_fields, str(folder)))
+    written = build_gguf_tokenizer(gguf_fields, str(folder))
+    if contents is not None:
+        added = [token for token in contents.get("added_tokens") or () if token["id"] < vocab_size]
+        _require_literal(folder, added, _unchecked(config), tokenizer, written)
+    _require_same(folder, tokenizer, written)
     templates, _ = folder_templates(folder)
     if not templates and load_chat_template(folder, tokenizer) is not None:
         logger.warning(
@@ -229,10 +244,7 @@ def _spm_fields(
                 f"of tokenizer.model; {_INSTEAD}"
             )
         if strips_right:
-            raise UsageError(
-                f"{folder}: its tokenizer drops whitespace after {text!r:.80}, which no GGUF file "
-                f"can state; {_INSTEAD}"
-            )
+            _refuse_token(folder, text, _UNSTATED["rstrip"])
         if id < len(tokens) and types[id] == spm.UNKNOWN:
             continue
         tokens[id : id + 1] = [text]
@@ -278,6 +290,53 @@ def _special_ids(
     return {
         f"{key}_token_id": id for key, id in ids.items() if id is not None and 0 <= id < len(tokens)
     }
+
+
+def _unchecked(config: TokenizerConfig) -> Collection[str]:
+    """Tokens whose settings may differ: the usual ones, and padding, which no prompt has."""
+    padding, end = (config.names.get(name) for name in ("pad_token", "eos_token"))
+    return _USUAL if padding is None or padding == end else (*_USUAL, padding)
+
+
+def _require_literal(
+    folder: Path,
+    added: Sequence[Mapping[str, Any]],
+    unchecked: Collection[str],
+    tokenizer: Tokenizer,
+    written: Tokenizer,
+) -> None:
+    """Refuses an added token of a tokenizer.json that the GGUF tokenizer would match differently.
+
+    Args:
+        unchecked: tokens that are only refused if whitespace after the token is dropped.
+
+    Raises: UsageError that names the token.
+    """
+    for token in added:
+        for setting, effect in _UNSTATED.items():
+            if token[setting] and (setting == "rstrip" or token["content"] not in unchecked):
+                _refuse_token(folder, token["content"], effect)
+    normalized = {
+        token["id"]: token["content"]
+        for token in added
+        if token["normalized"] and token["content"] not in unchecked
+    }
+    text = "".join(f"a{content}" for content in normalized.values()) + "a"
+    if isinstance(written, SentencePieceTokenizer):
+        text = text.replace(spm.SPACE, " ")
+    # A normalizer may change the token itself, or make it from other characters.
+    for spelled in dict.fromkeys([text, *(unicodedata.normalize(f, text) for f in ("NFC", "NFD"))]):
+        ids, written_ids = ({*each.encode(spelled)} for each in (tokenizer, written))
+        for id, content in normalized.items():
+            if (id in ids) != (id in written_ids):
+                _refuse_token(folder, content, "normalises text before it looks for {}")
+
+
+def _refuse_token(folder: Path, token: str, effect: str) -> NoReturn:
+    described = effect.format(f"{token!r:.80}")
+    raise UsageError(
+        f"{folder}: its tokenizer {described}, which no GGUF file can state; {_INSTEAD}"
+    )
 
 
 def _require_same(folder: Path, tokenizer: Tokenizer, written: Tokenizer) -> None:

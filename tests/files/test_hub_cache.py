@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from parallel_llama.cli.main import main
 from parallel_llama.errors import UnreadableFile, UsageError
@@ -69,11 +70,13 @@ def test_commands_accept_a_hub_name(cache, model, capsys):
     capsys.readouterr()
 
 
-def test_snapshot_without_ref_is_used_only_if_unambiguous(cache, model):
+def test_snapshot_without_ref_is_not_the_main_branch(cache, model):
+    """Regression: a commit that was downloaded by its name was run as the main branch."""
     snapshot = download(cache, model, OTHER, refs=False)
-    assert find_model(NAME).path == snapshot
-    download(cache, model, MAIN, refs=False)
-    with pytest.raises(UsageError, match=r"2 snapshots.* is missing; add --download, or run: "):
+    assert find_model(f"{NAME}@{OTHER}").path == snapshot
+    with pytest.raises(LocalEntryNotFoundError):
+        snapshot_download(NAME, cache_dir=cache, local_files_only=True)
+    with pytest.raises(UsageError, match=r"was not downloaded from the hub .* add --download"):
         find_model(NAME)
 
 

@@ -197,7 +197,7 @@ def test_a_cut_connection_is_resumed_at_its_last_complete_chunk(hub, monkeypatch
 def test_failed_download_keeps_complete_files_but_is_not_usable(hub, tmp_path):
     hub.broken = {SHARDS[1]: 500}
     assert f"answered with status 500 for {NAME}; try later" in refused()
-    with pytest.raises(UsageError, match=rf"2 of the 3 files .* are missing: {SHARDS[1]}, "):
+    with pytest.raises(UsageError, match="was not downloaded from the hub"):
         find_model(NAME)
     assert not (tmp_path / "hub" / f"models--{NAME.replace('/', '--')}" / "refs").exists()
     hub.broken, hub.requests = {}, []
@@ -218,6 +218,26 @@ def test_update_selects_new_snapshot_only_when_complete(hub):
     hub.broken = {}
     download_model(HubName(NAME), print)
     assert find_model(NAME).path == old.with_name("c" * 40)
+
+
+def test_files_of_an_older_commit_need_neither_disk_space_nor_a_download(
+    hub, monkeypatch, tmp_path
+):
+    """Regression: an update was refused, although most of its files only needed a link."""
+    download()
+    hub.commits["main"], hub.requests = "c" * 40, []
+    hub.files = hub.files | {SHARDS[2]: b"new"}
+    usage = shutil.disk_usage(tmp_path)._replace(free=len(b"new"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    lines: list[str] = []
+    download_model(HubName(NAME), lines.append)
+    assert lines == [f"downloading the weights of {NAME}: 1 file, 0.0 MB, commit {'c' * 40}"]
+    assert hub.fetched() == [SHARDS[2]]
+    snapshot = find_model(NAME).path
+    assert snapshot.name == "c" * 40
+    assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == {
+        name: hub.files[name] for name in NEEDED
+    }
 
 
 def test_all_files_are_those_of_one_commit(hub):
@@ -243,7 +263,7 @@ def test_a_revision_is_pinned_to_its_commit(tmp_path, revision, commit):
         NAME, revision=revision, cache_dir=tmp_path / "hub", local_files_only=True
     )
     assert Path(theirs) == find_model(name).path
-    if revision in ("v1.0", "refs/pr/1"):  # main was not downloaded, and is not this commit
+    if revision != "main":  # main was not downloaded, and is not this commit
         assert missing_from_hub(NAME) == HubName(NAME)
 
 

@@ -1,6 +1,7 @@
 """However a reshard ends, the target is missing or complete, and --resume continues it."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import random
@@ -271,6 +272,26 @@ def test_second_writer_is_refused_with_the_process_of_the_first(small, tmp_path)
     shutil.rmtree(partial_path(target) / "files")
     moved(small, target)
     assert not verify(str(target)).problems
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog, code):
+    """Regression: the run ended with `No locks available`, and so did each run with --resume."""
+
+    def flock(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    target = tmp_path / "target"
+    begun = PartialFolder(target, {"a": 1}, resume=False)
+    begun.record([{"name": "x"}])
+    begun.close()
+    again = PartialFolder(target, {"a": 1}, resume=True)
+    assert again.done == [{"name": "x"}]
+    again.commit()
+    again.close()
+    assert target.is_dir() and not partial_path(target).exists()
+    assert caplog.text.count(f"written without a lock ({os.strerror(code)})") == 2
 
 
 def test_torn_last_line_of_the_journal_is_dropped(tmp_path):

@@ -195,6 +195,34 @@ def test_adapter_names_without_the_model_prefix_are_accepted(base, adapter, tmp_
     torch.testing.assert_close(merged_by_name(base, short), wanted, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    "prefix", ["language_model.model.", "model.language_model.", "language_model."]
+)
+def test_adapter_of_a_model_of_text_and_images_is_accepted(prefix, tmp_path):
+    """Regression: only multimodal models of Llama 4 are published, and their adapters failed."""
+    base = write_hf(STACKED["Llama 4"], tmp_path / "hf")
+    adapter = write_adapter(
+        tmp_path / "adapter", base, r".*\.[qv]_proj",
+        target_modules=r".*language_model.*\.(q_proj|v_proj)",
+        alpha_pattern={rf"^{re.escape(prefix)}layers\.0\.self_attn\.q_proj": 6},
+    )  # fmt: skip
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [*tensors]:
+            text = name.removeprefix(f"{PREFIX}model.")
+            tensors[f"{PREFIX}{prefix}{text}"] = tensors.pop(name)
+        vision = f"{PREFIX}{prefix.partition('language_model')[0]}vision_model.layers.0.q_proj"
+        tensors[f"{vision}.lora_A.weight"] = torch.ones(3, 8)
+
+    first = 0, "q_proj"  # alpha 6, and rank 3
+    loaded = load_adapter(edit_tensors(adapter, rename), load_model_args(find_model(str(base))))
+    assert {name: pair.scaling for name, pair in loaded.pairs.items()} == {
+        f"model.layers.{layer}.self_attn.{module}.weight": 2 if (layer, module) == first else 8 / 3
+        for layer in range(STACKED["Llama 4"].n_layers)
+        for module in ("q_proj", "v_proj")
+    }
+
+
 def random_embeddings(base: Path) -> Tensor:
     like = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(9)).double()

@@ -70,7 +70,7 @@ class Hub:
         elif revision not in known:
             request.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         else:
-            files = [{"rfilename": n, "size": len(data)} for n, data in self.files.items()]
+            files = [_sibling(name, data) for name, data in self.files.items()]
             body = {"id": self.repo, "sha": known[revision], "siblings": files}
             request.send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
             self.on_info()
@@ -92,6 +92,15 @@ class Hub:
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _sibling(name: str, data: bytes) -> dict[str, object]:
+    """A file in the reply to model_info; as on the hub, large files are in Git LFS."""
+    file = {"rfilename": name, "size": len(data), "blobId": digest(data)}
+    if not name.endswith(LARGE):
+        return file
+    lfs = {"sha256": digest(data), "size": len(data), "pointerSize": 130}
+    return {**file, "blobId": "0" * 40, "lfs": lfs}
 
 
 class _Handler(BaseHTTPRequestHandler):

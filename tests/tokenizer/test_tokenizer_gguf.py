@@ -23,7 +23,7 @@ from tokenizer_data import (
     real_tokenizer_files,
     smollm2_of_transformers,
 )
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -222,14 +222,63 @@ def test_token_that_only_tokenizer_json_states_is_written_for_sentencepiece(tmp_
     ("changes", "message"),
     [
         ({"rstrip": True}, r"drops whitespace after '<\|im_end\|>', which no GGUF file can state"),
+        ({"lstrip": True}, r"drops whitespace before '<\|im_end\|>', which no GGUF file can state"),
+        ({"single_word": True}, r"finds '<\|im_end\|>' only as a whole word, which no GGUF file"),
         ({"id": 32001}, r"'<\|im_end\|>' has id 32001, beyond the 32000 tokens of tokenizer.model"),
     ],
 )
 def test_added_token_that_gguf_cannot_state_is_refused(tmp_path, changes, message):
-    """Regression: the first was written without rstrip, and the second as token 32000."""
+    """Regression: they were written without these settings, and the last as token 32000."""
     mistral_folder(tmp_path, **changes)
     with pytest.raises(UsageError, match=message):
         tokenizer_fields(tmp_path, 32002, GenerationDefaults())
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_token_hidden_by_the_normalizer_of_old_llama_folders_is_refused(tmp_path, is_normalized):
+    """Their normalizer puts a space before a normalized token, which is not found after a word.
+
+    Such settings of `<unk>`, `<s>` and `</s>` are common, and are accepted.
+    """
+    mistral_folder(tmp_path, normalized=is_normalized)
+    path = tmp_path / "tokenizer.json"
+    contents = json.loads(path.read_text())
+    for token in contents["added_tokens"][:3]:
+        token |= {"normalized": True, "lstrip": True}
+    contents["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "\u2581"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        ],
+    }
+    path.write_text(json.dumps({**contents, "pre_tokenizer": None}))
+    refusal = pytest.raises(UsageError, match=r"normalises text before it looks for '<\|im_end\|>'")
+    with refusal if is_normalized else nullcontext():
+        tokenizer_fields(tmp_path, 32001, GenerationDefaults())
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("<tool>", {"normalized": True}, None),
+        ("<tool>", {"lstrip": True}, "drops whitespace before '<tool>'"),
+        ("<tool>", {"rstrip": True}, "drops whitespace after '<tool>'"),
+        ("<tool>", {"single_word": True}, "finds '<tool>' only as a whole word"),
+        ("caf\u00e9", {"normalized": False}, None),
+        ("caf\u00e9", {"normalized": True}, "normalises text before it looks for 'caf\u00e9'"),
+    ],
+)
+def test_byte_level_token_that_gguf_cannot_state_is_refused(tmp_path, text, settings, message):
+    """Regression: it was written, and matched literally."""
+    library = byte_level_tokenizer()
+    library.normalizer = normalizers.NFC()
+    library.add_tokens([AddedToken(text, special=False, **{"normalized": False, **settings})])
+    library.save(str(tmp_path / "tokenizer.json"))
+    n_tokens = library.get_vocab_size()
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
+        fields = tokenizer_fields(tmp_path, n_tokens, GenerationDefaults())
+        assert fields["tokenizer.ggml.tokens"][-1] == text
 
 
 def test_written_bos_is_that_of_the_tokenizer_if_config_json_states_another(tmp_path):
