@@ -103,7 +103,7 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
         raise UsageError(
             f"max_completion_tokens={limits[0]} and max_tokens={limits[1]} differ; give one"
         )
-    tools, grammar = tools_of(body, context.inputs), grammar_of(body)
+    tools, grammar = await _tools(context, body), grammar_of(body)
     params = sampling_params(
         context.inputs,
         body,
@@ -133,6 +133,13 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     (answer,) = await context.submit([prompt], params, with_markers=with_markers)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
     return _Pending(context, body, answer, tools, has_channels, id, int(time.time()))
+
+
+async def _tools(context: RequestContext, body: ChatBody) -> Tools | None:
+    """`tools_of`, in a thread if it may render the chat template."""
+    if not body.tools:
+        return tools_of(body, context.inputs)
+    return await context.in_thread(lambda: tools_of(body, context.inputs))
 
 
 def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:

@@ -37,6 +37,15 @@ class ToolFormat:
     is_bare: bool = False
     is_python: bool = False
 
+    @property
+    def may_enclose_text(self) -> bool:
+        """Whether the markers may enclose text instead, before calls without markers.
+
+        Llama 4's template writes <|python_start|>text<|python_end|>{"name": ..}, the text often
+        being empty.
+        """
+        return self.is_bare and self.closing != ""
+
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 MISTRAL = ToolFormat("[TOOL_CALLS]", is_list=True)
@@ -80,7 +89,8 @@ class CallReader:
     """Separates calls from text in a response that arrives in pieces.
 
     Text that may be the start of a call is withheld until the call is complete. It is emitted as
-    text if it cannot be parsed, or the name of the function is not in `names`.
+    text if it cannot be parsed, or the name of the function is not in `names`. Markers that may
+    enclose text are then removed; other markers remain in the text.
 
     Args:
         begins_inside: whether the response starts with a call, without an opening marker.
@@ -113,8 +123,8 @@ class CallReader:
         if self._calls:
             self._end_call()
         elif self._withheld:
-            self._add_text("".join(self._withheld))
-        tail = self._opening.flush()
+            self._give_up()
+        tail = self._markers.flush()
         if tail or not self.n_calls:
             self._add_text(tail)
         return self._take_parts()
@@ -135,23 +145,32 @@ class CallReader:
 
     def _begin_text(self) -> None:
         """Expects text or a call; withholds white space before it."""
-        self._opening = StopChecker((self._form.opening,))
+        opening, closing = self._form.opening, self._form.closing
+        self._markers = StopChecker(
+            (opening, closing) if self._form.may_enclose_text else (opening,)
+        )
         self._span: _Span | None = None
         self._withheld: list[str] = []
         self._calls: list[CalledFunction] = []
         self._gap, self._is_gap = "", True
 
     def _read_text(self, char: str) -> None:
-        shown = self._opening.push(char)
-        if self._opening.found:
+        shown = self._markers.push(char)
+        if self._markers.found == self._form.opening:
             self._begin_call(self._form.opening)
+        elif self._markers.found:
+            self._begin_text()
         elif self._is_gap and self._form.is_bare and shown == "{["[self._form.is_python]:
             self._begin_call("")
             self._read(char)
-        elif self._is_gap and not shown.strip("; \r\n\t" if self.n_calls else " \r\n\t"):
+        elif self._is_gap and self._may_be_gap(shown):
             self._gap += shown
         else:
             self._add_text(shown)
+
+    def _may_be_gap(self, text: str) -> bool:
+        """Whether the text may precede a call without being text of the response."""
+        return not text.strip("; \r\n\t" if self.n_calls else " \r\n\t")
 
     def _add_text(self, text: str) -> None:
         text, self._gap, self._is_gap = self._gap + text, "", False
@@ -203,12 +222,14 @@ class CallReader:
             self._read(char)
 
     def _give_up(self) -> None:
-        """Emits the withheld text, which is not a call."""
-        withheld = "".join(self._withheld)
-        gap = self._gap
+        """Emits the withheld text, which is not a call, or keeps it as a gap before a call."""
+        withheld = self._withheld[1:] if self._form.may_enclose_text else self._withheld
+        text = self._gap + "".join(withheld)
         self._begin_text()
-        self._gap = gap
-        self._add_text(withheld)
+        if self._may_be_gap(text):
+            self._gap = text
+        else:
+            self._add_text(text)
 
     def _end_call(self) -> None:
         n_allowed = len(self._calls) if self._max_calls is None else self._max_calls - self.n_calls

@@ -76,11 +76,15 @@ def conversation(
             )
         log_ignored(name if name == "reasoning_effort" else "chat_template_kwargs")
     chat = replace(chat, template_vars=used_vars)
-    return chat if supports_tools(template) else _with_tools_as_text(chat, template)
+    if not _needs_tools(chat) or (template is not None and template.takes_tools):
+        return chat
+    return _with_tools_as_text(chat, template)
 
 
-def supports_tools(template: ChatTemplate | None) -> bool:
-    return template is not None and _reads(template.template_text, "tools")
+def _needs_tools(chat: Chat) -> bool:
+    return bool(chat.tools) or any(
+        message["role"] == "tool" or message.get("tool_calls") for message in chat.messages
+    )
 
 
 def _reads(template: str, name: str) -> bool:
@@ -150,6 +154,9 @@ def _with_calls_as_text(message: Message) -> Message:
 
 
 MAX_CALLS = 16
+
+# A template with this text refuses messages with several calls (Llama 3.1, 3.2 and 3.3).
+_ONE_CALL = "only supports single tool-calls"
 
 # Compact JSON, as in structured/grammar_check.
 _COMPACT = {
@@ -221,6 +228,8 @@ class Tools:
 def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
     """The functions that the response to a body may call; None if it may call no function.
 
+    For a body with tools, the first call renders the model's chat template.
+
     Raises: UsageError for an invalid tool_choice, and for a chat template with an unknown syntax of
     calls.
     """
@@ -247,17 +256,19 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
             "after its reasoning: no grammar can express that"
         )
     special_ids = inputs.tokenizer.vocabulary.special_ids
+    template_text = inputs.chat_template.template_text if inputs.chat_template else ""
+    is_one_call = is_named or body.parallel_tool_calls is False or _ONE_CALL in template_text
     return Tools(
         form,
         functions,
         must_call=is_named or choice == "required",
-        max_calls=1 if is_named or body.parallel_tool_calls is False else None,
+        max_calls=1 if is_one_call else None,
         has_special_markers=form.opening in special_ids,
     )
 
 
 def _form(template: ChatTemplate | None) -> ToolFormat:
-    if template is None or not supports_tools(template):
+    if template is None or not template.takes_tools:
         return HERMES
     form = tool_format(template.template_text)
     if form is None:
@@ -311,11 +322,16 @@ class ToolGrammar:
         lines.append("call: " + " | ".join(f"f{n}" for n in range(len(self._functions))))
         arguments = "arguments" if self._form is None else self._form.arguments
         for n, function in enumerate(self._functions):
-            head = json.dumps(f'{{"name": "{function.name}", "{arguments}": ')
+            # The lexemes of %json, because llguidance's lexer does not go back: after `{"`, one
+            # string for the whole head would exclude an answer that is another object.
+            head = ("{", '"name"', ": ", f'"{function.name}"', ", ", f'"{arguments}"', ": ")
             schema = {"type": "object", **(function.parameters or {"properties": {}})}
             if function.parameters is None:
                 schema["additionalProperties"] = False
-            lines += [f'f{n}: {head} a{n} "}}"', f"a{n}: {_json(schema)}"]
+            lines += [
+                f'f{n}: {" ".join(map(json.dumps, head))} a{n} "}}"',
+                f"a{n}: {_json(schema)}",
+            ]
         return Grammar("lark", "\n".join(lines))
 
     def _calls(self) -> str:

@@ -90,7 +90,8 @@ class ChatTemplate(Protocol):
 
     `stop_ids` are the tokens that end the assistant's turn according to the model's files.
     `template_text` is the source of the template, "" for a built-in format. `takes_system` is false
-    if the format has no system messages.
+    if the format has no system messages. `takes_tools` is false if the format does not list the
+    chat's tools. The first use of either may render the template.
     """
 
     @property
@@ -101,6 +102,9 @@ class ChatTemplate(Protocol):
 
     @property
     def takes_system(self) -> bool: ...
+
+    @property
+    def takes_tools(self) -> bool: ...
 
     def encode(self, chat: Chat) -> list[int]:
         """Token ids of the conversation, up to the beginning of the assistant's next answer.

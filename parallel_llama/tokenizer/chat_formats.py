@@ -32,6 +32,7 @@ class Llama3Chat:
     }  # fmt: skip
     template_text = ""
     takes_system = True
+    takes_tools = False
 
     def __init__(self, tokenizer: TiktokenTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -68,6 +69,7 @@ class Llama2Chat:
     TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
     template_text = ""
     takes_system = True
+    takes_tools = False
 
     def __init__(self, tokenizer: SentencePieceTokenizer, bos_id: int, eos_id: int) -> None:
         self._tokenizer = tokenizer
@@ -136,6 +138,7 @@ class MistralChat:
     TAGS = ("[INST]", "[/INST]")
     template_text = ""
     takes_system = True
+    takes_tools = False
 
     def __init__(self, tokenizer: Tokenizer, version: int) -> None:
         self._tokenizer, self._version = tokenizer, version

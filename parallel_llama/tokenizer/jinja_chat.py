@@ -33,6 +33,9 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _QUOTED_WORD = re.compile(r"""['"]([A-Za-z][A-Za-z0-9_-]{0,31})['"]""")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
+# The fields of a function that may be missing, with their meaning then. Some templates need them.
+_FUNCTION_DEFAULTS = {"description": "", "parameters": {"type": "object", "properties": {}}}
+
 # Real templates take up to 0.1 s to compile, and up to 25 us per character if they iterate over
 # all messages for each message.
 RENDER_CPU_S = 1.5
@@ -87,10 +90,13 @@ class JinjaChat:
     template are split too, because some models use them as markup.
 
     The template's input is that of transformers: keys without a value are omitted, and reasoning is
-    given as `thinking` and `reasoning_content`. In addition, arguments of tool calls given as JSON
-    text of an object are decoded. If a template does not support messages of a role that consist of
-    text parts, the parts are joined by newlines. For a template with channels, the text and the
-    reasoning of a message with calls are joined by an empty line.
+    given as `thinking` and `reasoning_content`. In addition, as in vLLM, a message that has only
+    calls has the text "", an empty list of calls is omitted, and arguments of tool calls given as
+    JSON text of an object are decoded; empty or missing arguments become {}. If a template does not
+    support messages of a role that consist of text parts, the parts are joined by newlines. If it
+    does not support functions without a description or parameters, empty ones are added. For a
+    template with channels, the text and the reasoning of a message with calls are joined by an
+    empty line.
 
     A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`. If
     `developer` is not a quoted word in the template, messages of this role become system messages.
@@ -153,6 +159,8 @@ class JinjaChat:
         if "developer" not in _QUOTED_WORD.findall(template):
             messages = developer_as_system(messages)
         chat = replace(chat, messages=[self._message(message, template) for message in messages])
+        if any(map(_lacks_fields, chat.tools)) and not self._takes_bare_functions:
+            chat = replace(chat, tools=[*map(_with_fields, chat.tools)])
         if cut:
             chat = replace(
                 chat,
@@ -264,15 +272,18 @@ class JinjaChat:
 
     def _message(self, message: Message, template: str) -> Message:
         fields = {key: value for key, value in message.items() if value is not None}
+        fields.setdefault("content", "")
+        if "tool_calls" in fields and not fields["tool_calls"]:
+            del fields["tool_calls"]  # templates test whether the key exists
         reasoning = next((fields[key] for key in _REASONING if key in fields), None)
         if reasoning is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
-            if fields.get("tool_calls") and fields.get("content") and has_channels(template):
+            if "tool_calls" in fields and fields["content"] and has_channels(template):
                 # gpt-oss's template writes one message before a call, and refuses two texts.
                 fields |= {"thinking": f"{reasoning}\n\n{text_of(fields)}", "content": ""}
         if "tool_calls" in fields:
             fields["tool_calls"] = [_with_object(call) for call in fields["tool_calls"]]
-        if not isinstance(fields.get("content", ""), str):
+        if not isinstance(fields["content"], str):
             key = (template, fields["role"])
             if key not in self._takes_parts:
                 self._takes_parts[key] = self._try_parts(*key)
@@ -282,21 +293,46 @@ class JinjaChat:
 
     def _try_parts(self, template: str, role: str) -> bool:
         """Whether the template writes the text of all parts of a message, and only their text."""
-        try:
-            text = self._render(template, _probe(role))
-        except (UsageError, CheckpointError):
-            return False
+        text = self._try_render(template, _probe(role))
         return "part-one" in text and "part-two" in text and "part-mark" not in text
 
     @cached_property
     def takes_system(self) -> bool:
         """Whether the template writes the text of a system message."""
         system = {"role": "system", "content": "system-mark"}
+        chat = Chat([system, {"role": "user", "content": "text"}])
+        return "system-mark" in self._try_render(self._template, chat)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template writes the names of functions."""
+        return self._writes_function(
+            {
+                "description": "text",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"key": {"type": "string", "description": "text"}},
+                    "required": ["key"],
+                },
+            }
+        )
+
+    @cached_property
+    def _takes_bare_functions(self) -> bool:
+        """Whether the template writes a function that has no description and no parameters."""
+        return self._writes_function({})
+
+    def _writes_function(self, fields: Mapping[str, Any]) -> bool:
+        tool = {"type": "function", "function": {"name": "tool_mark", **fields}}
+        chat = Chat([{"role": "user", "content": "text"}], tools=[tool])
+        return "tool_mark" in self._try_render(self._tool_use, chat)
+
+    def _try_render(self, template: str, chat: Chat) -> str:
+        """The text of a conversation; "" if the template refuses it or fails."""
         try:
-            text = self._render(self._template, Chat([system, {"role": "user", "content": "text"}]))
+            return self._render(template, chat)
         except (UsageError, CheckpointError):
-            return False
-        return "system-mark" in text
+            return ""
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
@@ -313,13 +349,34 @@ class JinjaChat:
         )
 
 
+def _lacks_fields(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool is a function without a description or without parameters."""
+    function = tool.get("function")
+    return isinstance(function, Mapping) and any(
+        function.get(name) is None for name in _FUNCTION_DEFAULTS
+    )
+
+
+def _with_fields(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool with the fields that its function lacks."""
+    if not _lacks_fields(tool):
+        return tool
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {**tool, "function": {**_FUNCTION_DEFAULTS, **function}}
+
+
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool call with its arguments decoded, if they are the JSON text of an object."""
+    """A tool call with its arguments decoded, if they are the JSON text of an object, or empty."""
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
+        return call
+    text = function.get("arguments")
+    if text is None or text == "":
+        text = "{}"  # a call without arguments, as some servers and clients write it
+    if not isinstance(text, str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         return call
     if isinstance(arguments, dict):

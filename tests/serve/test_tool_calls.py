@@ -79,8 +79,35 @@ WRITTEN = [
         [("rain", OSLO)],
     ),
     (LLAMA4, '{"name": "time", "parameters": {}}', "", [("time", {})]),
+    # Llama 4's template writes these: text between the markers, and the calls after it.
+    *(
+        (LLAMA4, f"<|python_start|>{written}", text, calls)
+        for written, text, calls in (
+            ('<|python_end|>{"name": "time", "parameters": {}}', "", [("time", {})]),
+            (
+                '\n<|python_end|>\n{"name": "time"}{"name": "rain", "parameters": {}}',
+                "",
+                [("time", {}), ("rain", {})],
+            ),
+            (
+                '<|python_end|>{"name": "time"}; <|python_start|> <|python_end|>{"name": "rain"}',
+                "",
+                [("time", {}), ("rain", {})],
+            ),
+            ('I look. <|python_end|>{"name": "time"}', "I look. ", [("time", {})]),
+            ('<|python_end|>{"answer": 42}', '{"answer": 42}', []),
+            ('{"answer": 42}<|python_end|>', '{"answer": 42}', []),
+            ("print(1)<|python_end|>", "print(1)", []),
+            ('{"name": "time"', '{"name": "time"', []),
+            ("", "", []),
+        )
+    ),
+    (LLAMA4, 'See: <|python_start|><|python_end|>{"name": "time"}', "See: ", [("time", {})]),
+    (LLAMA4, "a <|python_en", "a <|python_en", []),
     (PYTHONIC, '[rain(city="Oslo"), time()]', "", [("rain", OSLO), ("time", {})]),
     (PYTHONIC, "<|python_start|>[rain(city='Oslo')]<|python_end|>", "", [("rain", OSLO)]),
+    (PYTHONIC, "<|python_start|><|python_end|>[time()]", "", [("time", {})]),
+    (PYTHONIC, "<|python_start|>[snow()]<|python_end|>", "[snow()]", []),
     (
         PYTHONIC,
         '\n[ rain(city="it\'s ] \\" )", days=[1, -2.5, {\'a\': True, "b": null}]) ]',

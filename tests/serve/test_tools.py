@@ -1,5 +1,6 @@
 """Prompts and grammars with tools, in each syntax of calls."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -8,6 +9,8 @@ from llguidance import LLTokenizer
 
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Grammar
+from parallel_llama.serve import chat as chat_route
+from parallel_llama.serve import tool_calls
 from parallel_llama.serve.bodies import ChatBody, ChosenFunction, Tool, ToolChoice, ToolFunction
 from parallel_llama.serve.tools import conversation, tools_of
 from parallel_llama.structured.grammar_check import compile_grammar
@@ -33,21 +36,32 @@ RAINS = '"name": "rain", "{}": {{"city":"Oslo"}}'
 HERMES_RAIN = "<tool_call>\n{" + RAINS.format("arguments") + "}\n</tool_call>"
 HERMES_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 LLAMA_RAIN = "{" + RAINS.format("parameters") + "}"
+LLAMA_TIME = '{"name": "time", "parameters": {}}'
 
 
 def inputs(template_text, special=()):
     """The part of an input processor that tools use."""
     vocabulary = SimpleNamespace(special_ids=dict.fromkeys(special, 1))
     return SimpleNamespace(
-        chat_template=SimpleNamespace(template_text=template_text, takes_system=True),
+        chat_template=SimpleNamespace(
+            template_text=template_text, takes_system=True, takes_tools="tools" in template_text
+        ),
         tokenizer=SimpleNamespace(vocabulary=vocabulary),
     )
+
+
+def jinja(template):
+    """A chat template that is rendered, for a tokenizer without special tokens."""
+    vocabulary = SimpleNamespace(special_ids={}, units=())
+    tokenizer = SimpleNamespace(vocabulary=vocabulary, eos_ids=frozenset())
+    return JinjaChat(template, tokenizer, {}, "a model")
 
 
 HERMES = inputs("tools <tool_call>")
 SPECIAL = inputs("tools <tool_call>", ["<tool_call>"])
 MISTRAL = inputs("tools [TOOL_CALLS]", ["[TOOL_CALLS]"])
 LLAMA3 = inputs("tools <|python_tag|>", ["<|python_tag|>"])
+LLAMA4 = inputs("tools <|python_start|>", ["<|python_start|>", "<|python_end|>"])
 GENERIC = inputs("")
 
 
@@ -70,6 +84,7 @@ def body(choice=None, tools=TOOLS, **fields):
         (SPECIAL, "[{" + RAINS.format("arguments") + "}]"),
         (MISTRAL, "[{" + RAINS.format("arguments") + "}]"),
         (LLAMA3, LLAMA_RAIN),
+        (LLAMA4, LLAMA_RAIN),
     ],
 )
 def test_required_call_follows_its_schema_and_is_parsed(model, call):
@@ -101,15 +116,28 @@ def test_parallel_calls_are_allowed_unless_disabled():
     assert matches(lists, '[{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]')
 
 
+def test_only_one_call_is_returned_if_the_template_refuses_several():
+    """Regression: a client could not send two calls back, because the template refused them."""
+    refusal = "{{ raise_exception('This model only supports single tool-calls at once!') }}"
+    tools = tools_of(body("required"), inputs(LLAMA3.chat_template.template_text + refusal))
+    both = f"{LLAMA_TIME}; {LLAMA_RAIN}"
+    assert matches(tools.grammar(None), LLAMA_TIME) and not matches(tools.grammar(None), both)
+    reader = tools.reader()
+    assert [call.name for call in (*reader.push(both), *reader.finish())] == ["time"]
+    for model in (LLAMA3, LLAMA4):
+        assert matches(tools_of(body("required"), model).grammar(None), both)
+
+
 def test_strict_function_schema_is_enforced_after_any_text():
     grammar = tools_of(body(), HERMES).grammar(None)
     for text in ("", "It rains.", f"See: {HERMES_RAIN}\n{HERMES_TIME}", "a <tool_c", HERMES_TIME):
         assert matches(grammar, text), text
     for text in ("<tool_call>", HERMES_TIME.replace("{}", '{"a":1}'), f"{HERMES_TIME} and"):
         assert not matches(grammar, text), text
-    bare = tools_of(body(), LLAMA3).grammar(None)
-    assert matches(bare, "It {rains}.") and matches(bare, "") and matches(bare, LLAMA_RAIN)
-    assert not matches(bare, '{"name": "snow", "parameters": {}}')
+    for model in (LLAMA3, LLAMA4):
+        bare = tools_of(body(), model).grammar(None)
+        assert matches(bare, "It {rains}.") and matches(bare, "") and matches(bare, LLAMA_RAIN)
+        assert not matches(bare, '{"name": "snow", "parameters": {}}')
 
 
 def test_grammar_is_none_without_strict_functions_or_a_text_mark():
@@ -117,14 +145,36 @@ def test_grammar_is_none_without_strict_functions_or_a_text_mark():
     assert tools_of(body(), MISTRAL).grammar(None) is None  # its mark is a special token
 
 
-def test_an_answer_with_a_schema_may_be_calls_instead():
-    answer = Grammar("json_schema", '{"type":"object","properties":{"n":{"type":"integer"}}}')
-    grammar = tools_of(body(), HERMES).grammar(answer)
-    assert matches(grammar, '{"n":1}') and matches(grammar, HERMES_TIME)
-    assert not matches(grammar, "one")
-    for model, given in ((HERMES, Grammar("regex", "a+")), (MISTRAL, answer)):
-        with pytest.raises(UsageError, match="omit tools"):
-            tools_of(body(), model).grammar(given)
+N_OR_MORE = '{"type":"object","properties":{"n":{"type":"integer"}}}'
+
+
+@pytest.mark.parametrize("schema", [N_OR_MORE, '{"type":"object"}'])
+@pytest.mark.parametrize(
+    ("model", "call", "calls"),
+    [
+        (HERMES, HERMES_TIME, f"{HERMES_RAIN}\n{HERMES_TIME}"),
+        (LLAMA3, LLAMA_TIME, f"{LLAMA_RAIN}; {LLAMA_TIME}"),
+        (LLAMA4, LLAMA_TIME, f"{LLAMA_RAIN}; {LLAMA_TIME}"),
+    ],
+    ids=["hermes", "llama3", "llama4"],
+)
+def test_an_answer_with_a_schema_may_be_calls_instead(model, call, calls, schema):
+    """Regression: after `{"`, the grammar of Llama 3 and 4 allowed only a call."""
+    grammar = tools_of(body(), model).grammar(Grammar("json_schema", schema))
+    answers = ('{"n":1}', "{}", '{"name":"time"}', '{"names":["a"]}', '{"name":"a","parameters":3}')
+    for text in (*answers, call, calls):
+        assert matches(grammar, text), text
+    for text in ("one", '{"n":1', f"{call}x", call.replace("time", "snow")):
+        assert not matches(grammar, text), text
+
+
+@pytest.mark.parametrize(
+    ("model", "answer"),
+    [(HERMES, Grammar("regex", "a+")), (MISTRAL, Grammar("json_schema", N_OR_MORE))],
+)
+def test_answer_that_cannot_be_combined_with_calls_is_refused(model, answer):
+    with pytest.raises(UsageError, match="omit tools"):
+        tools_of(body(), model).grammar(answer)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +209,20 @@ def test_unknown_tool_call_format_is_refused():
     with pytest.raises(UsageError, match="not supported"):
         tools_of(body(), inputs("tools <function="))
     assert tools_of(body("none"), inputs("tools <function=")) is None
+
+
+def test_tools_are_read_in_a_thread_because_the_template_may_be_rendered():
+    ran = []
+
+    async def in_thread(work):
+        ran.append(work)
+        return work()
+
+    context = SimpleNamespace(inputs=HERMES, in_thread=in_thread)
+    assert asyncio.run(chat_route._tools(context, body())).form is tool_calls.HERMES
+    assert len(ran) == 1
+    assert asyncio.run(chat_route._tools(context, body(tools=None))) is None
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -196,9 +260,7 @@ WRITES = "{% for m in messages %}{{ m['role'] ~ ': ' ~ m['content'] ~ ';' }}{% e
 )
 def test_tools_are_in_the_first_question_if_the_template_has_no_system_messages(template, role):
     """Regression: the template of Gemma 2 refused every request with tools."""
-    vocabulary = SimpleNamespace(special_ids={}, units=())
-    tokenizer = SimpleNamespace(vocabulary=vocabulary, eos_ids=frozenset())
-    model = JinjaChat(template, tokenizer, {}, "a model")
+    model = jinja(template)
     chat = conversation(model, MESSAGES, TOOLS, {})
     text = model.render(chat)
     assert text.startswith(f"{role}: You can call functions.")
@@ -209,6 +271,34 @@ def test_tools_are_in_the_first_question_if_the_template_has_no_system_messages(
         role, "assistant", "user",
     ]  # fmt: skip
     assert conversation(model, MESSAGES, (), {}).messages == MESSAGES
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for tool in xml_tools or [] %}<tools>{{ tool }}</tools>{% endfor %}" + WRITES,
+        WRITES.replace("m['content']", "m['content'] ~ (m['tools'] or '')"),
+        "{# No tools. #}" + WRITES,
+    ],
+    ids=["another variable", "a key of messages", "a comment"],
+)
+def test_tools_are_text_if_the_template_has_the_word_but_does_not_list_them(template):
+    """Regression: SmolLM3's first template left tools out; Phi-4-mini's requests were refused."""
+    model = jinja(template)
+    text = model.render(conversation(model, MESSAGES, TOOLS, {}))
+    assert text.startswith("system: You can call functions.") and '"name": "time"' in text
+    read = SimpleNamespace(chat_template=model, tokenizer=GENERIC.tokenizer)
+    assert tools_of(body(), read).form is tool_calls.HERMES
+
+
+def test_template_that_lists_tools_gets_them():
+    model = jinja("{% for tool in tools %}{{ tool.function.name }} {% endfor %}")
+    assert model.render(conversation(model, MESSAGES, TOOLS, {})) == "rain time "
+
+
+def test_template_is_not_rendered_for_a_chat_without_tools():
+    template = SimpleNamespace(template_text="")  # an AttributeError for takes_tools
+    assert conversation(template, MESSAGES, (), {}).messages == MESSAGES
 
 
 def test_template_with_tools_gets_them_unchanged():

@@ -481,16 +481,87 @@ def seen(renderer: TemplateRenderer, chat: Chat) -> list[Any]:
 
 
 def test_tool_calls_tools_and_documents_reach_the_template(renderer):
-    """A key with the value None is left out, because templates would write the None."""
+    """A key with the value None is left out, because templates would write the None.
+
+    A message that has only calls has an empty text instead.
+    """
     question, asking, result, tools, documents = seen(
         renderer, Chat(ASKED, tools=[TOOL], documents=[{"title": "T"}])
     )
     assert question == ASKED[0]
-    assert asking == {"role": "assistant", "tool_calls": [CALL]}
+    assert asking == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert result == ASKED[2]
     assert tools == [TOOL]
     assert documents == [{"title": "T"}]
     assert seen(renderer, Chat(USER))[1:] == [None, None]
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_message_that_has_only_calls_is_rendered_by_a_template_that_adds_its_text(
+    renderer, content
+):
+    """Regression: Qwen 3's first template refused the server's own replies as history."""
+    template = (
+        "{% for m in messages %}{{ m.role + ':' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %} {% endfor %}"
+    )
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    asking = {"role": "assistant", "tool_calls": [CALL], **content}
+    text = chat.render(Chat([ASKED[0], asking, ASKED[2]]))
+    assert text == "user:Rain? assistant:weather tool:no "
+
+
+def test_empty_list_of_calls_is_left_out(renderer):
+    """Regression: Llama 4's template left out a message with it, and Llama 3's refused it."""
+    answer = {"role": "assistant", "content": "no"}
+    chat = Chat([ASKED[0], {**answer, "tool_calls": []}, *USER])
+    assert seen(renderer, chat)[:3] == [ASKED[0], answer, *USER]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for tool in tools %}{{ '// ' + tool.function.description }}{% endfor %}",
+        "{% for tool in tools %}{{ tool.function.parameters | tojson }}{% endfor %}",
+        "{% for tool in tools %}{{ tool.function.parameters.properties | length }}{% endfor %}",
+    ],
+    ids=["gpt-oss", "command r7b", "hermes"],
+)
+@pytest.mark.parametrize("fields", [{}, {"description": None, "parameters": None}])
+def test_fields_that_the_template_needs_are_added_to_functions(renderer, template, fields):
+    """Regression: functions without a description or parameters were refused."""
+    template = template.replace("{% endfor %}", "{{ tool.function.name }}{% endfor %}")
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    bare = {"type": "function", "function": {"name": "time", **fields}}
+    added = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    full = {"type": "function", "function": {"name": "time", **added}}
+    text = chat.render(Chat(USER, tools=[bare, TOOL]))
+    assert text == chat.render(Chat(USER, tools=[full, TOOL])) and "time" in text
+
+
+def test_function_is_unchanged_if_the_template_needs_no_more_fields(renderer):
+    bare = {"type": "function", "function": {"name": "time"}}
+    *_, tools, _ = seen(renderer, Chat(USER, tools=[bare, TOOL]))
+    assert tools == [bare, TOOL]
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_use", "takes_tools"),
+    [
+        ("{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}", None, True),
+        ("plain", "{{ tools[0].function.name }}", True),
+        ("{{ tools[0].function.name }}", "plain", False),
+        ("{% if xml_tools %}<tools>{{ xml_tools }}</tools>{% endif %}", None, False),
+        ("{% for m in messages %}{{ m.content }}{{ m['tools'] }}{% endfor %}", None, False),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}", None, False),
+        ("{# tools #}{{ messages[0].content }}", None, False),
+    ],
+)
+def test_template_takes_tools_if_it_writes_them(renderer, template, tool_use, takes_tools):
+    """Regression: the word `tools` in the template was taken for support of tools."""
+    tokenizer = real_tokenizer(SMOLLM2)
+    chat = JinjaChat(template, tokenizer, {}, "a model", renderer, tool_use=tool_use)
+    assert chat.takes_tools == takes_tools
 
 
 def test_gpt_oss_text_beside_a_call_becomes_part_of_the_reasoning(renderer):
@@ -514,11 +585,13 @@ def test_gpt_oss_text_beside_a_call_becomes_part_of_the_reasoning(renderer):
         ("[1]", "[1]"),
         ("{broken", "{broken"),
         ("[" * 100_000, "[" * 100_000),
-        ("", ""),
+        ("", {}),
+        (None, {}),
     ],
-    ids=["object", "empty object", "list", "broken", "deep", "empty"],
+    ids=["object", "empty object", "list", "broken", "deep", "empty", "null"],
 )
 def test_tool_call_arguments_are_parsed_if_they_are_a_json_object(renderer, text, seen_as):
+    """Regression: empty arguments stayed "", and the prompt contained `"parameters": ""`."""
     call = {**CALL, "function": {"name": "weather", "arguments": text}}
     messages = [ASKED[0], {"role": "assistant", "tool_calls": [call]}]
     assert seen(renderer, Chat(messages))[1]["tool_calls"][0]["function"]["arguments"] == seen_as
@@ -716,6 +789,7 @@ def test_arguments_that_nest_too_deeply_are_refused(renderer):
 )
 def test_built_in_formats_join_parts_and_refuse_unsupported_fields(tmp_path, tokenizer, text):
     chat = chat_of(meta_folder(tmp_path, tokenizer))
+    assert not chat.takes_tools
     joined = chat.encode(Chat([{"role": "user", "content": text}]))
     assert chat.encode(Chat([{"role": "user", "content": PARTS}])) == joined
     for refused, name in (
