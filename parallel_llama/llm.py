@@ -153,7 +153,10 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """Raises: UsageError after `close`, which frees the engine's memory."""
+        """The engine of this rank.
+
+        Raises: UsageError after `close`, which frees the engine's memory.
+        """
         return self.ranks.engine
 
     @property
