@@ -44,7 +44,7 @@ from parallel_llama.tokenizer import Tokenizer
 _Params = SamplingParams | Sequence[SamplingParams] | None
 _Adapter = str | Sequence[str | None] | None
 
-# Signals whose handlers may raise an exception: Ctrl-C, and the time limits of scripts.
+# Handlers of these signals often raise an exception: for Ctrl-C, and for a time limit (SIGALRM).
 _DELAYED_SIGNALS = signal.SIGINT, signal.SIGALRM
 
 
@@ -162,9 +162,7 @@ class LLM:
     @property
     def tp_size(self) -> int:
         """The number of ranks; with `elastic` it changes when a rank is lost or replaced."""
-        if self._end.alive:
-            self._tp_size = self.engine.comm.size
-        return self._tp_size
+        return self.engine.comm.size if self._end.alive else self._tp_size
 
     def generate(
         self,

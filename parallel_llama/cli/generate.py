@@ -305,7 +305,7 @@ def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
 
 
 def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: int | None) -> int:
-    # Reading what a terminal or a pipe gets may take a person any time.
+    # Writing to a terminal or a pipe may block until a person continues to read.
     is_unattended = results.is_silent and not sys.stderr.isatty()
     limited = llm.unattended() if is_unattended else nullcontext()
     with results, ctrl_c() as interrupted, limited:

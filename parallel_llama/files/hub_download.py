@@ -100,7 +100,7 @@ class _Commit:
         return missing_files
 
     def without_blob(self, files: Sequence[str]) -> list[str]:
-        """The given files whose content the cache lacks; the other files only need a link.
+        """The given files whose content is not in the cache.
 
         Incomplete blobs do not count, because huggingface_hub downloads the whole file again.
         """

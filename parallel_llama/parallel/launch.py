@@ -583,10 +583,10 @@ def _verdict(
     codes = {rank.process.returncode for rank in failed}
     if codes & {-signal.SIGINT, 128 + signal.SIGINT} and signals.interrupted_s is not None:
         return 128 + signal.SIGINT
-    is_in_dump = any(rank.stacks.has_crashed_in_dump() for rank in failed)
-    reports = _await_reports(ranks) if is_in_dump else _reports(ranks)
-    if is_in_dump and reports:
-        failed = [rank for rank in failed if not rank.stacks.has_crashed_in_dump()]
+    causes = [rank for rank in failed if not rank.stacks.has_crashed_in_dump()]
+    reports = _reports(ranks) if causes else _await_reports(ranks)
+    if reports:
+        failed = causes
     without_report = [rank for rank in failed if rank.number not in reports]
     if killed := [rank for rank in without_report if rank.process.returncode < 0]:
         ending = killed[0].ending()

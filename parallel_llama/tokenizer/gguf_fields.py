@@ -293,7 +293,7 @@ def _special_ids(
 
 
 def _unchecked(config: TokenizerConfig) -> Collection[str]:
-    """Tokens whose settings may differ: the usual ones, and padding, which no prompt has."""
+    """The tokens with only `rstrip` checked: the usual tokens, and the padding token."""
     padding, end = (config.names.get(name) for name in ("pad_token", "eos_token"))
     return _USUAL if padding is None or padding == end else (*_USUAL, padding)
 

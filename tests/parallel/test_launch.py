@@ -189,7 +189,7 @@ def test_rank_killed_by_a_signal_is_named_with_the_signal(start, rank, name):
 
 
 def test_rank_that_crashes_while_it_writes_its_stacks_is_not_the_cause(start):
-    """Regression: the launcher named it, and not the rank whose report it wrote them for."""
+    """Regression: the launcher named the crashed rank instead of the rank with a report."""
     process = start(2, "crash_in_dump", "0.2")
     _, stderr = process.communicate("", timeout=LIMIT_S)
     assert messages(stderr) == ["parallel-llama: [rank 0] the ranks called different collectives"]
