@@ -5,12 +5,12 @@ Four checks run beside the steps, on the CPU:
 * Weights: for every 128 KiB, a sum of 64-bit words is computed after loading. Any single
   flipped bit changes the sum. The sums are compared in rotation.
 * KV cache: such a sum is computed for each full block, and compared in the same rotation.
-* Residual stream: all ranks compute the same values, so every 64 steps they exchange a running
+* Residual stream: all ranks compute the same values, so every 96 steps they exchange a running
   digest of the rows that forward passes return.
-* Products, with exact sums: every 64 steps, ranks compare products of a weight (see
+* Products, with exact sums: every 96 steps, ranks compare products of a weight (see
   `product_check`).
 
-A part of the memory is compared after every eighth step. All ranks do this after the same step: in
+A part of the memory is compared after every 32nd step. All ranks do this after the same step: in
 every step all ranks wait for the slowest one, so comparisons in different steps would delay more
 steps. The time for comparisons is a fixed fraction of the time of steps. A step of one sequence
 reads all weights once, so this fraction determines how many steps a rotation takes.
@@ -39,7 +39,7 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 
 # The time for comparisons, as a fraction of the time of steps.
-_TIME_FRACTION = 0.002
+_TIME_FRACTION = 0.0015
 
 # A comparison that exceeds its time delays later comparisons by the excess, up to this time.
 # Without the limit, a rank preempted within a comparison would check nothing for a long time.
@@ -47,13 +47,12 @@ _MAX_DEBT_S = 1e-3
 
 # Steps between two comparisons of memory. A call takes longest when a step has just evicted its
 # code and data from the caches, so few calls that each do more are cheaper.
-_MEMORY_STEPS = 8
+_MEMORY_STEPS = 32
 
 # Steps between two exchanges with other ranks.
-_EXCHANGE_STEPS = 64
+_EXCHANGE_STEPS = 96
 
-# A larger residual stream is digested immediately, because several copies would take much memory.
-_MAX_UNDIGESTED_BYTES = 1 << 20
+_DIGEST_BYTES = 8
 
 # The words that are summed at once, in about 20 microseconds.
 _WORDS = (128 << 10) // 8
@@ -87,9 +86,9 @@ class IntegrityCheck:
         self._rotation: Iterator[str | None] = iter(())
         self._n_steps = self._digest = 0
         self._time_left_s = 0.0
-        # Forward passes that are not digested yet: their slots by KV group, and residual streams.
-        self._undigested: list[tuple[Sequence[Sequence[int]], bytes]] = []
-        self._residual = b""  # of the last forward pass
+        self._residual = memoryview(b"")  # of the last forward pass
+        # The slots by KV group of forward passes whose blocks are not updated yet.
+        self._written: list[Sequence[Sequence[int]]] = []
         self._failure: IntegrityError | None = None
 
     def record_step(self, slots: Sequence[Sequence[int]], residual: memoryview) -> None:
@@ -97,30 +96,32 @@ class IntegrityCheck:
 
         Args:
             slots: the slots of its tokens in each KV group.
-            residual: the bytes of the residual stream after the last block; copied, because the
-                next step may overwrite them.
+            residual: the bytes of the residual stream after the last block; the next step may
+                overwrite them.
 
         Raises: IntegrityError, again, if one was raised before.
         """
         if self._failure is not None:
             raise self._failure
         # Without numpy or torch: a step evicts their code from the CPU's caches, which makes a
-        # call ten times slower.
-        self._undigested.append((slots, bytes(residual)))
-        if len(self._undigested) > _MEMORY_STEPS or len(residual) > _MAX_UNDIGESTED_BYTES:
-            self._digest_steps()
+        # call ten times slower. CRC-32 would also read its evicted tables.
+        self._digest = zlib.adler32(residual, self._digest)
+        self._residual = residual
+        self._written.append(slots)
+        if len(self._written) > _MEMORY_STEPS:
+            self._update_blocks()
 
     def after_step(self, seconds: float) -> None:
         """Compare a part of the memory, after a step that took `seconds`.
 
         Raises: IntegrityError for memory that has changed; on all ranks, if ranks differ.
-        Collective: in every 64th step one all_gather, and those of `ProductCheck.compare`.
+        Collective: in every 96th step one all_gather, and those of `ProductCheck.message`.
         """
         self._n_steps += 1
         self._time_left_s += seconds * _TIME_FRACTION
         if self._n_steps % _MEMORY_STEPS:
             return
-        self._digest_steps()
+        self._update_blocks()
         if self._n_steps % _EXCHANGE_STEPS == 0 and self._comm.size > 1:
             self._compare_ranks()
         now_s = time.perf_counter()
@@ -140,7 +141,7 @@ class IntegrityCheck:
 
     def forget_blocks(self) -> None:
         """Drop the sums of the KV cache: a forward pass that failed may have written any block."""
-        self._undigested.clear()
+        self._written.clear()
         for sums in self._blocks:
             sums.forget()
 
@@ -149,7 +150,7 @@ class IntegrityCheck:
 
         Raises: IntegrityError for memory that has changed.
         """
-        self._digest_steps()
+        self._update_blocks()
         for finding in _findings({**self._weights, **self._adapters}, self._blocks):
             if finding is not None:
                 raise self._error(finding)
@@ -164,14 +165,12 @@ class IntegrityCheck:
             # The residual stream may be NaN everywhere, so the row has other values.
             self.products.compare_all(torch.linspace(-1, 1, self._dim, dtype=self._dtype))
 
-    def _digest_steps(self) -> None:
-        """Digest the recorded residual streams, and update the blocks that were written."""
-        for slots, residual in self._undigested:
+    def _update_blocks(self) -> None:
+        """Update the sums of the blocks that were written."""
+        for slots in self._written:
             for sums, slots_of_group in zip(self._blocks, slots, strict=True):
                 sums.update(slots_of_group)
-            self._digest = zlib.crc32(residual, self._digest)
-            self._residual = residual
-        self._undigested.clear()
+        self._written.clear()
 
     def _compare_part(self) -> None:
         """Compute the sum of one block of each KV cache that lacks it, and compare the next part.
@@ -190,15 +189,19 @@ class IntegrityCheck:
             raise self._error(finding)
 
     def _compare_ranks(self) -> None:
-        digests = self._comm.all_gather(torch.tensor([self._digest])).flatten().tolist()
-        differing = differing_ranks(digests)
+        message = torch.tensor([self._digest]).view(torch.uint8)
+        if self.products is not None:
+            message = torch.cat([message, self.products.message()])
+        messages = self._comm.all_gather(message)
+        digests, products = messages[:, :_DIGEST_BYTES], messages[:, _DIGEST_BYTES:]
+        differing = differing_ranks([digest.numpy().tobytes() for digest in digests])
         if differing is not None:
             raise IntegrityError(
                 f"{differing} in the residual stream, which all ranks compute alike: {TEST_MEMORY}"
             )
         if self.products is not None:
             row = bytearray(self._residual[-self._dim * self._dtype.itemsize :])
-            self.products.compare(torch.frombuffer(row, dtype=self._dtype))
+            self.products.receive(products, torch.frombuffer(row, dtype=self._dtype))
 
     def _error(self, finding: str) -> IntegrityError:
         rank, size = self._comm.rank, self._comm.size

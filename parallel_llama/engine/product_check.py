@@ -7,6 +7,9 @@ stored) to all ranks, and every rank multiplies the panels of all ranks by the s
 of a panel multiplies its whole weight instead, with the operator that steps use, and takes the
 outputs of the panel from the result. Each check takes another weight and panel, in rotation.
 
+One all_gather carries the panels of a check and the products of the check before, because waiting
+for other ranks takes longer than the products.
+
 This tests processors and kernels, not the steps: a recorded step overwrites its inputs and outputs.
 It detects a processor that repeatedly computes wrong products, but not a single wrong product, and
 does not test attention or products of more than one row. A bit that has flipped in a weight is sent
@@ -35,58 +38,84 @@ _DENSE_ROWS = 8  # outputs in a panel of a weight that is not quantised
 class ProductCheck:
     """Compares products between ranks, for a model on the CPU.
 
+    Ranks gather their `message` and pass all messages to `receive`.
+
     Attributes:
-        n_compared: how many products the ranks have compared.
+        n_multiplied: how many weights this rank has multiplied. The next check compares the
+            products of the last one.
     """
 
     def __init__(self, model: Transformer, comm: Communicator) -> None:
-        self._ops, self._comm, self.n_compared = model.ops, comm, 0
+        self._ops, self._comm, self.n_multiplied = model.ops, comm, 0
         self._weights = [(name, w) for name, w in stored_weights(model).items() if _panel_rows(w)]
         self._first_layer = min(model.layers)
         self._has_common_weights = False
+        # The products of the last check, and the name of its weight.
+        self._products, self._multiplied = torch.empty(0, dtype=torch.uint8), ""
 
-    @torch.inference_mode()
-    def compare(self, row: Tensor) -> None:
-        """Multiply the next weight by `row`, repeated to its number of inputs; compare results.
+    def message(self) -> Tensor:
+        """The products of this rank in the last check, and its panel for the next one.
 
-        Shapes: row [dim] replicated.
-        Raises: IntegrityError, on all ranks, if they differ.
-        Collective: two all_gathers, and two more in the first call.
+        Shapes: [n] uint8; n is the same on all ranks, and 0 if they have no weight in common.
+        Collective: two all_gathers in the first call.
         """
         if not self._has_common_weights:
             self._keep_common_weights()
         if not self._weights:
+            return self._products
+        _, weight, first = self._next()
+        return torch.cat([self._products, _panel(weight, first).reshape(-1).view(torch.uint8)])
+
+    @torch.inference_mode()
+    def receive(self, messages: Tensor, row: Tensor) -> None:
+        """Compare the products of all ranks, and multiply their panels for the next message.
+
+        Args:
+            row: the inputs, repeated to the number of inputs of the weight.
+
+        Shapes: messages [size, n] replicated; row [dim] replicated.
+        Raises: IntegrityError, on all ranks, if products differ.
+        """
+        if not self._weights:
             return
-        n_rotations, index = divmod(self.n_compared, len(self._weights))
-        name, weight = self._weights[index]
+        n_bytes = len(self._products)
+        differing = differing_ranks([sent.numpy().tobytes() for sent in messages[:, :n_bytes]])
+        if differing is not None:
+            raise IntegrityError(
+                f"{differing} in products with {self._multiplied}, which all ranks compute alike: "
+                f"{TEST_MEMORY}"
+            )
+        name, weight, first = self._next()
+        own = _panel(weight, first)
+        panels = messages[:, n_bytes:].contiguous().view(own.dtype).view(-1, *own.shape)
         n_rows, n_inputs = _panel_rows(weight), weight.n_inputs
-        first = n_rotations % (weight.n_outputs // n_rows) * n_rows
         x = row.repeat(-(-n_inputs // len(row)))[None, :n_inputs].contiguous()
-        panels = self._comm.all_gather(_panel(weight, first))
         products = _multiply(x, panels, weight, self._ops)  # [size * n_rows]
         own_products = slice(self._comm.rank * n_rows, (self._comm.rank + 1) * n_rows)
         products[own_products] = _product(x, weight, self._ops)[0, first : first + n_rows]
         # Weights with NaN or Inf give NaN, and its sign and payload depend on the kernel.
         products = torch.where(products.isnan(), torch.nan, products)
-        computed = self._comm.all_gather(products.view(torch.uint8))
-        differing = differing_ranks(
-            [products_of_rank.numpy().tobytes() for products_of_rank in computed]
-        )
-        if differing is not None:
-            raise IntegrityError(
-                f"{differing} in products with {name}, which all ranks compute alike: {TEST_MEMORY}"
-            )
-        self.n_compared += 1
+        self._products, self._multiplied = products.view(torch.uint8), name
+        self.n_multiplied += 1
 
     def compare_all(self, row: Tensor) -> None:
-        """Compare one product of each weight.
+        """Compare a product of each weight with `row`.
 
-        Raises: as `compare`.
-        Collective: as `compare`, for each weight.
+        Raises: as `receive`.
+        Collective: one all_gather for each weight and one more, and those of `message`.
         """
-        self.compare(row)  # the first call drops weights that some ranks lack
-        for _ in self._weights[1:]:
-            self.compare(row)
+        messages = self._comm.all_gather(self.message())  # only common weights are left after it
+        for _ in self._weights:
+            self.receive(messages, row)
+            messages = self._comm.all_gather(self.message())
+        self.receive(messages, row)
+
+    def _next(self) -> tuple[str, Weight, int]:
+        """The next weight that is multiplied, its name, and the first output of its panel."""
+        n_rotations, index = divmod(self.n_multiplied, len(self._weights))
+        name, weight = self._weights[index]
+        n_rows = _panel_rows(weight)
+        return name, weight, n_rotations % (weight.n_outputs // n_rows) * n_rows
 
     def _keep_common_weights(self) -> None:
         """Keep the weights that have a panel on every rank, in the order of their names.

@@ -67,22 +67,21 @@ def test_single_new_token_has_no_decode_rate(folder, capsys):
 
 def test_bench_runs_without_draft_tokens_or_prefix_cache_hits(folder, monkeypatch):
     """Repetitive prompts would give draft tokens, and equal prompts would hit the prefix cache."""
-    llms = []
+    n_prefix_tokens = []
     lengths = set()
     original = LLM.run
 
     def run(llm, requests):
-        llms.append(llm)
         for progress in original(llm, requests):
             lengths.add(len(progress.tokens))
             yield progress
+        n_prefix_tokens.append(llm.engine.scheduler.n_prefix_tokens)
 
     monkeypatch.setattr(LLM, "run", run)
     monkeypatch.setattr(bench.random.Random, "randrange", lambda *_: 7)
     assert main(["bench", f"--model={folder}", "--prompt-tokens=40", "--max-tokens=20",
                  "--repeat=3"]) == 0  # fmt: skip
-    assert lengths == {1} and len(llms) == 4
-    assert llms[0].engine.scheduler.n_prefix_tokens == 0
+    assert lengths == {1} and n_prefix_tokens == [0] * 4
 
 
 def test_prompt_beyond_the_context_is_refused(folder, capsys):

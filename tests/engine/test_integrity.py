@@ -30,7 +30,7 @@ from parallel_llama.request import Request, SamplingParams
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
 SEVERAL = ("mistral with sinks",)
-_N_STEPS, _FAULT_AT, _FAULTY = 140, 20, 1
+_N_STEPS, _FAULT_AT, _FAULTY = 240, 40, 1
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_rank_with_a_different_residual_stream_is_named():
         )
 
     n_steps = steps_until_found(diverge, "rank 1 of 3 differs from the others in the residual")
-    assert n_steps < 64
+    assert n_steps < 96
 
 
 def test_a_rank_that_multiplies_wrongly_is_found():
@@ -128,7 +128,7 @@ def test_a_rank_that_multiplies_wrongly_is_found():
         ops.linear = wrong
 
     named = "rank 1 of 3 differs from the others in products with layers"
-    assert steps_until_found(multiply_wrongly, named, exact=True) < 64
+    assert steps_until_found(multiply_wrongly, named, exact=True) < 192
 
 
 def test_rank_that_produces_nan_is_named_at_once():
@@ -185,8 +185,8 @@ def test_products_of_sound_ranks_have_the_same_bits(form):
         runner = ModelRunner.load(args, checkpoint, plan, comm, precision=precision, device=device)
         check = ProductCheck(runner.model, comm)
         for _ in range(3 * kinds * args.n_layers):
-            check.compare(torch.arange(1.0, 289.0))
-        return check.n_compared
+            check.receive(comm.all_gather(check.message()), torch.arange(1.0, 289.0))
+        return check.n_multiplied
 
     assert min(run_on_threads(3, compare_all_products)) > 20
 
@@ -219,7 +219,7 @@ def test_blocks_that_a_failed_forward_pass_wrote_are_not_compared(work):
     """The step added no new sums, so the blocks would be compared with sums of older tokens."""
     engine = make_engine(make_runner(Solo()), n_blocks=4, integrity_check=True)
     run_request(engine, range(50))
-    engine._integrity._digest_steps()
+    engine._integrity._update_blocks()
     for sums in engine._integrity._blocks:
         while sums._pending:
             sums.compute_next()

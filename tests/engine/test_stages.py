@@ -317,8 +317,9 @@ def compared(comm: Communicator, folder: Path) -> list[str]:
     check.compare_memory()
     assert check.products is not None
     for _ in range(20):
-        check.products.compare(torch.linspace(-1, 1, 48, dtype=torch.float64))
-    assert check.products.n_compared == 20
+        messages = comm.all_gather(check.products.message())
+        check.products.receive(messages, torch.linspace(-1, 1, 48, dtype=torch.float64))
+    assert check.products.n_multiplied == 20
     return [name for name, _ in check.products._weights]
 
 
