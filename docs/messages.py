@@ -1,4 +1,4 @@
-"""Lists every message of the source that a person can get, as a page of the documentation."""
+"""Lists every message of the source that a user can see, as a page of the documentation."""
 
 import ast
 import builtins

@@ -3,7 +3,8 @@
 #   prepare_environment FOLDER REQUIREMENT PACKAGE...
 #
 # installs this repository as REQUIREMENT ('.', '.[docs]' or '.[test]', editable) and each PACKAGE
-# without its dependencies. A second run with equal inputs does nothing, as a stamp shows.
+# without its dependencies. FOLDER/stamp records the inputs; a second run with equal inputs does
+# nothing.
 
 TORCH=2.13.0
 
@@ -20,8 +21,8 @@ choose_python() {
             "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
                 stop "$python is $("$python" --version 2>&1 || true), and Python 3.10 or newer is needed." \
                     "Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
-            # In an active virtual environment this is the Python that made it: the environment itself
-            # may be the folder that is made again.
+            # In an active virtual environment, choose the Python that made it, because that
+            # environment may be the folder that is removed and made again.
             "$python" -c 'import sys; print(sys._base_executable)'
             return
         fi

@@ -4,8 +4,8 @@
     python launch/ray_batch.py --model PATH --prompts prompts.jsonl --output answers --actors 2
 
 Each line of the file is {"prompt": ".."}. The folder `answers` gets JSON files with a line per
-prompt, in any order. Ray places the actors on the cluster's hosts. An actor starts one rank
-on its host for each core that the actor reserves; every host needs the model's files.
+prompt, in any order. Ray places the actors on the cluster's hosts. An actor starts one rank on its
+host for each core that the actor reserves; every host needs the model's files.
 """
 
 import argparse

@@ -7,7 +7,7 @@
 #SBATCH --requeue
 # Completes a file of prompts in the parts of a job array, numbered from 0. Each part has ranks of
 # its own on one node, and writes OUTPUT-I.jsonl. A task that is started again continues its part:
-# sbatch --array=3,5 and the same words run two of the parts again.
+# sbatch --array=3,5 with the same arguments runs two of the parts again.
 # On nodes with GPUs, ask for them (#SBATCH --gpus-per-node=8).
 #
 #   sbatch launch/slurm_array.sh answers 8 --model PATH --prompts prompts.jsonl --nproc 4

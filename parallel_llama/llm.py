@@ -277,7 +277,7 @@ class LLM:
         *,
         finishes_others: bool,
     ) -> Generator[StepOutput, None, None]:
-        """As `run`; with `finishes_others`, an error of one request waits for other requests."""
+        """As `run`; without `finishes_others`, an error of one request is raised immediately."""
         call = _GenerateCall()
         self.statistics.begin()
         try:

@@ -412,7 +412,7 @@ class Completion(_ShortRepr):
         n_cached_tokens: prompt tokens that were in the prefix cache when the request started.
         prompt, prompt_token_ids, outputs: fields of vLLM's RequestOutput, which `LLM.generate` and
             `LLM.chat` add: the text of the prompt (None for token ids), its ids, and all choices.
-        stop_reason: the stop string or stop token id of the request that ended the choice, if any.
+        stop_reason: the request's stop string or stop token id that ended the choice, if any.
         reasoning: the model's reasoning, if `LLM.chat` or `generate --chat` has separated it.
     """
 
@@ -485,7 +485,7 @@ def with_outputs(
 def with_special_tokens(request: Request) -> Request:
     """The request, with special tokens in the text of its completions, for an AnswerReader.
 
-    It hides them from a client that did not ask for special tokens.
+    The reader hides these tokens from a client that did not ask for special tokens.
     """
     params = request.params
     return replace(

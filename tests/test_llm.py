@@ -675,7 +675,7 @@ def test_threads_share_an_llm(model, tp_size):
 
 
 def test_thread_gets_its_turn_while_another_thread_steps(llm):
-    """A lock would let the other thread take turns until its own request has ended."""
+    """With a plain lock, the other thread would keep stepping until its own request has ended."""
     begun, n_steps = threading.Event(), []
 
     def read() -> None:

@@ -427,8 +427,8 @@ def test_results_that_attention_gathers_from_all_ranks_are_counted():
 
     lengths = 8192, 16384, 32768, 1 << 20, 1 << 21
     by_tokens = [working(length, "sequence", exact=True) for length in lengths]
-    # Results of 64 queries with 64 parts each, then of at most 8,192 parts or of one query; 1/16 of
-    # these on this rank, and 1/16 for its heads.
+    # The gathered results: 64 queries with 64 parts each, then at most 8,192 parts, or the parts of
+    # one query. The results that this rank computes, and those of its heads, take 1/16 more each.
     n_parts = 4096, 8192, 8192, 8192, 16384
     expected = [n * 32 * (8 + 2) * 4 * 18 // 16 for n in n_parts]
     assert [n - by_tokens[0] for n in by_tokens] == [n - expected[0] for n in expected]

@@ -3,8 +3,8 @@
     python -m launch.bench.gpu --out FOLDER [--first] [--steps NAMES] [--resume] [--dry-run]
 
 It needs torch for CUDA (with Triton), this package with its requirements, and transformers for the
-comparisons. It needs no network and no checkpoint. If the machine with the GPU has no
-package index, download the missing wheels on another machine and copy them:
+comparisons. It needs no network and no checkpoint. If the machine with the GPU has no package
+index, download the missing wheels on another machine and copy them:
 
     pip download --only-binary=:all: --no-deps -d WHEELS blake3 msgspec gguf llguidance ...
     pip wheel --no-deps -w WHEELS fairscale
@@ -16,10 +16,10 @@ After a crash, the remaining parts of the step run in a new process. FOLDER gets
 report.json, two plots, a log, and the compiled kernels, which a second run uses again.
 A configuration with wrong results gets no figure, and the exit code is 1.
 
-The most important steps come first. --first ends after 5 minutes at most; the report
-lists the steps that were not run. --resume continues an earlier run in the same FOLDER: it keeps
-the rows of that run, and runs the steps that are missing, have failed or were cut short. --steps
-chooses steps; together with --resume they run again, even if they have succeeded.
+The most important steps come first. --first ends after 5 minutes at most; the report lists the
+steps that were not run. --resume continues an earlier run in the same FOLDER: it keeps the rows of
+that run, and runs the steps that are missing, have failed or were cut short. --steps chooses steps;
+together with --resume they run again, even if they have succeeded.
 
 With --dry-run the steps run on the CPU in tiny shapes, with kernels in Triton's interpreter, except
 steps that would repeat the code of others. This checks the command without a GPU; the report has no

@@ -20,8 +20,8 @@ from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.quant import QuantMatrix
 
-# Values of a piece: few enough that it is hashed while it is in the CPU cache, and that the next
-# piece can have the same memory.
+# Values per piece: few enough that a piece is still in the CPU cache when it is hashed. The next
+# piece can reuse its memory.
 ROW_PIECE_VALUES = 1 << 22
 
 

@@ -1,4 +1,4 @@
-"""Reads the matrices of compressed-tensors and fp8 folders: small numbers with scales.
+"""Reads the matrices of compressed-tensors and fp8 folders: low-bit numbers with scales.
 
 A matrix [out, in] is stored as several tensors:
 

@@ -231,7 +231,7 @@ def _hosts(flags: Flags) -> Hosts | None:
 
 
 def _check_listed(n_bandwidths: int, n_ranks: int | None) -> None:
-    """Raises: UsageError if bandwidths are listed for other ranks than the planned ones."""
+    """Raises: UsageError if the number of listed bandwidths is not the number of ranks."""
     if n_bandwidths != n_ranks:
         planned = "the number of ranks varies" if n_ranks is None else f"the plan has {n_ranks}"
         raise UsageError(

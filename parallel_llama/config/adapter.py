@@ -291,7 +291,7 @@ class _Modules:
         module, short = name.rpartition(".")[0], name.partition(".")[2]
         is_inside = hf_full_name(short, family.names) == name
         if not is_inside and self._prefix != family.text_prefix:
-            return module  # the output layer is beside the base model
+            return module  # the output layer is not inside the base model
         return self._prefix + (module.partition(".")[2] if self._is_base and is_inside else module)
 
 

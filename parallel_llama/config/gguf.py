@@ -199,9 +199,9 @@ def _yarn_attention_factor(arch_fields: Fields, arch: str, factor: float) -> flo
     The converter stores attention_factor, beta_fast and beta_slow of config.json under yarn_ keys
     with their meaning in transformers. llama.cpp does not read these keys for the architectures
     supported here, so its logits differ from transformers' for such files. The key attn_factor is
-    relative: llama.cpp multiplies it by YaRN's own factor. The converter stores attn_factor of
-    config.json, which transformers ignores, under the key of attention_factor; only attn_factor is
-    below 1.
+    relative: llama.cpp multiplies it by YaRN's own factor. The converter also stores attn_factor of
+    config.json, which transformers ignores, under the key of attention_factor. A value below 1 is
+    taken for such an attn_factor and ignored, because attention_factor is at least 1.
 
     Raises: UsageError if both keys are stated.
     """

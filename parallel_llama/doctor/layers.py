@@ -66,7 +66,7 @@ def files(comm: Communicator, setup: ModelSetup) -> Check:
             remedy = f"copy the model from rank 0's host: rsync -a {setup.inputs.files.path} HOST:"
             return Check("files", "fail", seen, remedy)
     check = _manifest(setup, own_digests, lambda _: comm.keepalive())
-    comm.barrier()  # a rank that still hashes is not late
+    comm.barrier()  # where a rank that still hashes does not count as late
     return agreed(comm, check)
 
 

@@ -40,7 +40,7 @@ def transport(
     """Judges the fastest exchange of each rank; `hosts` has the name of each rank's host."""
     if comm.size == 1:
         return Check("transport", "skip", "one rank exchanges nothing")
-    comm = comm.host if isinstance(comm, ByDevice) else comm  # which `measure` uses
+    comm = comm.host if isinstance(comm, ByDevice) else comm  # the one that `measure` uses
     is_shared = isinstance(comm, SharedMemory)
     slowest_s = max(exchange_s)
     how = "shared memory" if is_shared else "sockets" if isinstance(comm, Sockets) else "gloo"

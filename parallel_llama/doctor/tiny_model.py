@@ -171,11 +171,13 @@ def judged(
 def tensor_parallel(
     comm: Communicator, device: torch.device, alone: Alone, wrong: set[int]
 ) -> Check:
-    """Runs the model on every number of ranks, and compares with this rank alone.
+    """Runs the model on 1, 2, 3, ... ranks, and compares with what this rank has computed alone.
 
-    The findings of `wrong` ranks, whose own results are wrong, are ignored.
+    The largest number is that of all ranks, at most the number of heads. The findings of `wrong`
+    ranks, whose own results are wrong, are ignored.
 
-    Collective: loads and runs the model once for every number of ranks, and again for all ranks.
+    Collective: loads and runs the model once for each number of ranks, and once more if all ranks
+    can run it together and no rank is wrong.
     """
     max_ranks = min(comm.size, ARGS.n_heads)
     for size in range(1, max_ranks + 1):

@@ -1,1 +1,1 @@
-"""From requests to tokens: continuous batching over a paged KV cache, identically on every rank."""
+"""Continuous batching over a paged KV cache; every rank runs the same steps."""

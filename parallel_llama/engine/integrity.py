@@ -68,7 +68,7 @@ class IntegrityCheck:
         exact: whether products have the same bits on all ranks.
 
     Attributes:
-        n_rounds: how often all weights and all used blocks of the KV cache have been compared.
+        n_rounds: how often all weights and all full blocks of the KV cache have been compared.
         products: the check of products, if there is one.
     """
 

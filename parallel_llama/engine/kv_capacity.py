@@ -185,7 +185,7 @@ class CacheSize:
                 "ranks"
             )
         # The smallest cache is the requested one, or one block of each KV group. All ranks have
-        # equally many blocks, so a rank with fewer KV heads needs fewer bytes than `n_bytes`.
+        # the same number of blocks, so a rank with fewer KV heads needs less than `n_bytes`.
         n_blocks = 1
         if n_bytes is not None:
             n_blocks = min(self._n_blocks([n_bytes] * len(self._block_bytes)))

@@ -7,8 +7,8 @@ stored) to all ranks, and every rank multiplies the panels of all ranks by the s
 of a panel multiplies its whole weight instead, with the operator that steps use, and takes the
 outputs of the panel from the result. Each check takes another weight and panel, in rotation.
 
-One all_gather carries the panels of a check and the products of the check before, because waiting
-for other ranks takes longer than the products.
+One all_gather carries the panels of a check and the products of the previous check, because waiting
+for other ranks takes longer than multiplying.
 
 This tests processors and kernels, not the steps: a recorded step overwrites its inputs and outputs.
 It detects a processor that repeatedly computes wrong products, but not a single wrong product, and
@@ -104,7 +104,7 @@ class ProductCheck:
         Raises: as `receive`.
         Collective: one all_gather for each weight and one more, and those of `message`.
         """
-        messages = self._comm.all_gather(self.message())  # only common weights are left after it
+        messages = self._comm.all_gather(self.message())  # `message` drops weights not in common
         for _ in self._weights:
             self.receive(messages, row)
             messages = self._comm.all_gather(self.message())
@@ -174,7 +174,7 @@ def _panel(weight: Weight, first: int) -> Tensor:
 
 
 def _product(x: Tensor, weight: Weight, ops: TorchOps) -> Tensor:
-    """All outputs of a weight; inputs are not rounded, because stages may round differently."""
+    """All outputs of a weight, without its `inputs` format, which may differ between stages."""
     if isinstance(weight, QuantWeight):
         return weight.apply(x, ops)
     return ops.linear(x, weight.values)

@@ -177,7 +177,7 @@ class ModelArgs:
     n_expert_groups: int = 1  # with sigmoid_router: the number of groups of consecutive experts
     n_active_groups: int = 1  # the number of groups from which a token's experts come
     expert_bias: bool = False  # biases of the router and of every expert
-    shared_ffn_dim: int = 0  # channels of the expert that computes every token; 0: none
+    shared_ffn_dim: int = 0  # channels of the shared expert, which runs on every token; 0: none
     shared_gate: bool = False  # the shared expert's output is scaled by the sigmoid of a score
     dense_layers: tuple[int, ...] = ()  # layers with one feed-forward instead of experts
     dense_ffn_dim: int = 0  # channels of that feed-forward
@@ -455,7 +455,7 @@ def context_length(args: ModelArgs, max_seq_len: int | None = None) -> int:
 
 
 def for_context(args: ModelArgs, max_seq_len: int) -> ModelArgs:
-    """The model for sequences of at most `max_seq_len` tokens; this decides LongRoPE's factors.
+    """The model for sequences of at most `max_seq_len` tokens, which decides LongRoPE's factors.
 
     All sequences of a run use the same factors, so that cached keys stay valid while a sequence
     grows.

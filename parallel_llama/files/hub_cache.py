@@ -73,8 +73,8 @@ def find_snapshot(name: HubName) -> Path | None:
     """The folder of the snapshot of a model's revision, or None if it was not downloaded.
 
     A snapshot is named after its commit; for a branch or a tag, the file refs/REVISION contains the
-    commit. Without that file the branch was not downloaded, as in huggingface_hub: a snapshot in
-    the cache may be an old commit that was downloaded by its name.
+    commit. Without that file the branch counts as not downloaded, as in huggingface_hub: a snapshot
+    in the cache may be an old commit that was requested by its hash.
 
     Raises: UsageError if the file in refs names no snapshot.
     """

@@ -93,7 +93,7 @@ class WeightLoader:
         device = values[0].device if isinstance(values, list) else values.device
         if self._may_reserve and device.type == "cpu":
             self._may_reserve = False
-            # A limit of addresses may be too low for the empty weights, which are not quantised.
+            # `ulimit -v` may be too low: empty weights have their sizes before quantisation.
             with suppress(OSError):
                 self._huge_pages = HugePages([weight.values for weight in self._weights.values()])
         try:

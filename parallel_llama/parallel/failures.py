@@ -185,7 +185,8 @@ def exit_code(run: Callable[[], int], give_up: Callable[[str], None]) -> int:
 def _require_streams() -> None:
     """Raises: WriteError if stdout or stderr is closed.
 
-    Otherwise the next file to be opened would get its descriptor, and with it the output.
+    Otherwise the next file to be opened would get the descriptor, and the output would be written
+    to that file.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -195,8 +196,8 @@ def _require_streams() -> None:
 def open_stdin() -> None:
     """Opens /dev/null as descriptor 0 if stdin is closed; `sys.stdin` stays None.
 
-    Otherwise the next file to be opened would get that descriptor. A child process that inherits
-    the file would have its own stdin in its place.
+    Otherwise the next file to be opened would get that descriptor. In a child process that inherits
+    the file, the child's stdin would replace the file.
     """
     try:
         os.fstat(0)

@@ -245,8 +245,9 @@ class LocalRanks:
     def require_alive(self, within_s: float = 0.0) -> None:
         """Waits `within_s` seconds; returns if no rank ends meanwhile.
 
-        Raises: RankError naming a rank that has ended, with its message if it has left one. A crash
-            while the rank wrote its stacks is not named: another rank has caused the report.
+        Raises: RankError naming a rank that has ended, with its message if it has left one. A rank
+            that crashed while it wrote its stacks is not named, because it wrote them for a report
+            that another rank has caused.
         """
         ended = [rank for rank in self._ended(within_s) if not rank.stacks.has_crashed_in_dump()]
         if ended:

@@ -159,7 +159,10 @@ def link_ranks(
 
 
 def _address_of(rank: int, store: SealedStore, limit_s: float) -> tuple[str, int]:
-    """Raises: TimeoutError if the rank has not published its address within `limit_s` seconds."""
+    """The address that a rank has published.
+
+    Raises: TimeoutError after `limit_s` seconds without an address; RankError for an invalid one.
+    """
     key, deadline = f"listens/{rank}", time.monotonic() + limit_s
     while not store.check([key]):
         if time.monotonic() > deadline:

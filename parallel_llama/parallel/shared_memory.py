@@ -86,7 +86,7 @@ SIGNATURE, _KEEPALIVES, EXCHANGE, _COMPUTING = 1, 3, 5, 6
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
 # How many times a kernel reads a count before Python continues the wait and also detects dead
-# ranks: about 0.2 ms of spins, or some milliseconds of yields or sleeps if the cores are otherwise
+# ranks: about 0.2 ms of spins, or a few milliseconds of yields or sleeps if the cores are otherwise
 # idle.
 _KERNEL_TRIES = {WaitPolicy.SPIN: 4000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _YIELD_S = 0.005

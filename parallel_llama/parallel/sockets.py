@@ -1,4 +1,4 @@
-"""Collectives over TCP for groups of several hosts, for tensors of at most 256 KiB.
+"""Collectives over TCP for groups of several hosts, with at most 256 KiB of values per message.
 
 A decode step of 16 layers has 33 all-reduces of a few kilobytes. gloo takes 0.5 to 1.6 ms for each
 between two hosts, which is several times the latency of a network.
@@ -91,7 +91,7 @@ FINISHED, SHARED = range(2)
 _N_SHARED_SETS = _PRIVATE_SET = 2
 
 # How many times a rank tries to receive before it waits in `poll`. Python tries for about 0.5 ms. A
-# kernel tries for some milliseconds, longer than most networks take, because resuming in Python is
+# kernel tries for a few milliseconds, longer than most networks take, because resuming in Python is
 # slow.
 _PYTHON_TRIES = 150
 _KERNEL_TRIES = {WaitPolicy.SPIN: 8000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}

@@ -40,7 +40,8 @@ class Answer:
     After a restart of the engine, the request runs again from its prompt and generates the same
     tokens. The tokens that have been emitted are not emitted again.
 
-    Iterating raises: UsageError, NumericalError, Stalled, Diverged, or the engine's error.
+    Iterating raises the error that ended the request, such as UsageError, NumericalError, NotReady,
+    UnknownModel, Stalled or Diverged.
     """
 
     def __init__(

@@ -74,12 +74,11 @@ class _AdapterChange:
 class EngineClient:
     """The engine's process and its requests; `run` keeps it running.
 
-    Unfinished requests have at most `max_choices` choices together. This limit is larger by
-    SMALL_FRACTION for a request for one choice, from an account without unfinished requests, so
-    that one account cannot use up the limit. If a step takes longer than `step_timeout_s`, the
-    engine is stopped. An engine is restarted at most `restarts` times in RESTART_WINDOW_S;
-    unfinished requests then run again from their prompts. `probe` is a cheap request for an idle
-    engine.
+    Unfinished requests have at most `max_choices` choices together. SMALL_FRACTION says for which
+    requests this limit is lower or higher, so that one account cannot use it up. If a step takes
+    longer than `step_timeout_s`, the engine is stopped. An engine is restarted at most `restarts`
+    times in RESTART_WINDOW_S; unfinished requests then run again from their prompts. `probe` is a
+    cheap request for an idle engine.
 
     A restarted engine has the adapters of the previous engine, except those that cannot be loaded
     again: they are removed from `adapters`, and requests that name them fail with UnknownModel.
@@ -173,7 +172,10 @@ class EngineClient:
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
     def require_room(self, n_choices: int, account: str, *, is_large: bool = False) -> None:
-        """Raises: NotReady; Busy if this account cannot have `n_choices` more choices now."""
+        """Check that an account may have `n_choices` more choices now.
+
+        Raises: NotReady; UsageError for more choices than the server accepts at once; Busy.
+        """
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
@@ -205,7 +207,7 @@ class EngineClient:
     def preparing(self, n_choices: int, account: str, *, is_large: bool) -> Iterator[None]:
         """While a request is tokenised, counts its choices as unfinished choices.
 
-        Raises: Busy if there are too many.
+        Raises: UsageError or Busy, as `require_room`, if there are too many.
         """
         self._require_choices(n_choices, account, is_large)
         self._preparing[account] += n_choices
@@ -271,7 +273,8 @@ class EngineClient:
     async def run(self) -> None:
         """Keeps an engine running until cancelled.
 
-        Raises: EngineEnded if the engine is not restarted; all requests fail. RankError as `start`.
+        Raises: EngineEnded if the engine is not restarted, after all unfinished requests have
+        failed; RankError if the engine's process cannot be started.
         """
         while True:
             child = self._start(self._start_adapters)
@@ -323,7 +326,7 @@ class EngineClient:
         self._later_adapters.pop(name, None)
 
     def _delay_s(self) -> float | None:
-        """Seconds until the next restart; None if there were too many."""
+        """Seconds until the next restart; None after too many restarts."""
         now = time.monotonic()
         self._restarted_s = [when for when in self._restarted_s if now - when < RESTART_WINDOW_S]
         if len(self._restarted_s) >= self._restarts:
@@ -425,7 +428,7 @@ class EngineClient:
                 _log(answer)
 
     def _begin(self, loaded: wire.Loaded, writer: asyncio.StreamWriter) -> None:
-        """Makes a loaded engine ready, after it has loaded the adapters of the last one again."""
+        """Makes a new engine ready, after it has loaded the previous engine's adapters again."""
         self.loaded, self._writer = loaded, writer
         for name, folder in self._later_adapters.items():
             self._send_change(_AdapterChange(name, folder))
@@ -433,7 +436,7 @@ class EngineClient:
             self._resume()
 
     def _resume(self) -> None:
-        """Makes the engine ready, and submits unfinished requests of the last one again."""
+        """Makes the engine ready, and submits the previous engine's unfinished requests again."""
         assert self.loaded is not None
         self._state = "ready"
         self.on_loaded(self.loaded)

@@ -48,7 +48,7 @@ class FairThreads:
         """Runs a client's work in a thread.
 
         Args:
-            size: the cost of the work: the length in bytes of a body that takes as long to read.
+            size: the cost of the work, as the bytes of a body that takes the same time to read.
             renders: whether the work renders a chat template.
 
         Raises: TimeoutError if the work has not started within `wait_s`; any error of the work.
@@ -78,8 +78,8 @@ class FairThreads:
 def yield_cores() -> None:
     """Lowers the priority of this thread and of the processes that it starts.
 
-    Otherwise it could take the core of a thread of the engine. At each of the hundreds of barriers
-    in a step, all other threads of the engine wait for such a thread.
+    Otherwise this thread could take the core of an engine thread, for which all other engine
+    threads would then wait at each of the hundreds of barriers in a step.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

@@ -74,7 +74,7 @@ class Operation:
         return sorted(statuses)
 
 
-@cache  # takes some milliseconds
+@cache  # takes a few milliseconds
 def description(operations: tuple[Operation, ...], version: str) -> dict[str, Any]:
     """The OpenAPI document of these operations, for a server of this version."""
     types = {

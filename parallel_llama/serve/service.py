@@ -23,7 +23,7 @@ T = TypeVar("T")
 WAIT_LIMIT_S = 10.0  # for a thread to start processing a request's input
 MAX_PROMPT_LOGPROBS = 1 << 18  # per response: about 25 MB of JSON
 SMALL_PART_BYTES = 8 << 10  # serialised on the event loop: takes less than a millisecond
-GRAMMAR_WORK = 1 << 20  # cost of a grammar that is not cached: that of a text of so many bytes
+GRAMMAR_WORK = 1 << 20  # cost of a grammar that is not cached: as for a text of this many bytes
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RequestContext:
             extra: cost in addition to reading the body once, in bytes.
             renders: whether the work renders a chat template.
 
-        Raises: Busy if too many choices are admitted, or no thread is free within WAIT_LIMIT_S.
+        Raises: as `EngineClient.preparing`; Busy also if no thread is free within WAIT_LIMIT_S.
         """
         engine, threads = self.service.engine, self.service.threads
         with engine.preparing(n_choices, self.account, is_large=self.n_bytes > LARGE_WORK):

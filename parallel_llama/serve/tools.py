@@ -322,8 +322,8 @@ class ToolGrammar:
         lines.append("call: " + " | ".join(f"f{n}" for n in range(len(self._functions))))
         arguments = "arguments" if self._form is None else self._form.arguments
         for n, function in enumerate(self._functions):
-            # The lexemes of %json, because llguidance's lexer does not go back: after `{"`, one
-            # string for the whole head would exclude an answer that is another object.
+            # Split into the lexemes of %json, because llguidance's lexer does not backtrack: with
+            # one string for the whole head, only a call could begin with `{"`, not an answer.
             head = ("{", '"name"', ": ", f'"{function.name}"', ", ", f'"{arguments}"', ": ")
             schema = {"type": "object", **(function.parameters or {"properties": {}})}
             if function.parameters is None:

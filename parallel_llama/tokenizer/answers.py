@@ -20,12 +20,12 @@ class AnswerReader(Protocol):
 
 
 def has_markers(template: str) -> bool:
-    """Whether answers to a chat template have marks of reasoning and calls."""
+    """Whether answers to a chat template have markers of reasoning and calls."""
     return has_channels(template) or has_sections(template)
 
 
 def answer_reader(template: str, prompt: str) -> AnswerReader | None:
-    """A reader of one answer; None if answers to the template have no marks.
+    """A reader of one answer; None if answers to the template have no markers.
 
     Args:
         prompt: the text of the last token of the prompt.

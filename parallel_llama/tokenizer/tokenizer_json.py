@@ -196,7 +196,7 @@ class TokenizersTokenizer(Tokenizer):
 
     def _continued(self, text: str, special: bool) -> list[int]:
         if not special and any(each in text for each in self.vocabulary.special_ids):
-            return self._encoded(text, special)  # else the library would parse them, too
+            return self._encoded(text, special)  # with the anchor, these would be parsed too
         ids = self._encoded(self._anchor + text, special=True)
         return ids[1:] if self._anchor else ids
 

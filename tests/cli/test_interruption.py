@@ -177,7 +177,7 @@ def test_ctrl_c_in_reshard_suggests_resume(tmp_path):
 
 
 def test_conftest_restores_the_sigint_handler_in_background_jobs():
-    """Regression: some two dozen tests failed in background jobs, which ignore SIGINT."""
+    """Regression: about two dozen tests failed in background jobs, which ignore SIGINT."""
     program = "import conftest, signal; print(signal.getsignal(signal.SIGINT).__name__)"
     done = run_python(
         "-c",

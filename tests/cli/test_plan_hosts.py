@@ -212,7 +212,7 @@ BOTH = "predicted", "unpredicted"
 
 
 def test_pipeline_stage_sends_to_every_rank_of_another_host(capsys, tmp_path):
-    """Two ranks on the first host: the stage there sends one copy, and the other stage two."""
+    """The stage of two ranks on the first host sends one copy, and the other stage sends two."""
     link_s = []
     for gbit_per_s in (4, 8):
         hosts = cpu_hosts(tmp_path, gbit_per_s=gbit_per_s)

@@ -274,7 +274,7 @@ def test_transport_of_gpu_ranks_is_that_of_their_host_messages():
 
 @pytest.mark.parametrize("n_rows", [1, 16, 17])
 def test_one_rank_traces_each_sum_with_gpu_kernels(n_rows):
-    """Regression: parts of a product were added later, so sound GPUs had other exchanges."""
+    """Regression: one rank added partial sums later, and doctor missed its exchange."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
     from parallel_llama.ops.cuda_ops import CUDAOps
 

@@ -335,7 +335,7 @@ def test_a_rank_that_draws_another_token_is_named(ranks):
 
 
 def test_decode_step_runs_only_the_expected_collectives():
-    """The step's message, those of the forward pass, the head exchange and the decision."""
+    """Broadcasts of the step and of its tokens, all-reduces, and one exchange for sampling."""
 
     def count(comm):
         engine = make_engine(make_runner(comm))

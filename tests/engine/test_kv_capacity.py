@@ -167,7 +167,7 @@ def agree(
 
 @pytest.mark.parametrize("blocks", [(16, 40), (40, 16), (16, 16)])
 def test_rank_with_least_memory_sets_the_cache_size_of_all_ranks(blocks):
-    """Regression: the half of a host's memory was divided by the ranks of all hosts."""
+    """Regression: half of a host's memory was divided among the ranks of all hosts."""
     hosts = [DeviceMemory(n * BLOCK + 3, host=host) for host, n in enumerate(blocks)]
     assert run_on_threads(2, agree, None, hosts) == [Capacity((8,), 16, 8 * BLOCK)] * 2
 

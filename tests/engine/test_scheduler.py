@@ -226,8 +226,8 @@ class Traffic(RuleBasedStateMachine):
             return
         for scheduler, model in zip(self.schedulers, self.models, strict=True):
             held = [*scheduler.waiting, *scheduler.running]
-            # A sequence computes its tokens once and again after each preemption; the oldest never
-            # waits for long, so all are through after each has run alone twice, a token a step.
+            # A sequence computes its tokens once, and again after each preemption. The oldest never
+            # waits for long, so the limit is that each runs alone twice, with one token per step.
             most = 2 * sum(len(c.request.prompt) + c.request.params.max_tokens for c in held)
             for _ in range(most):
                 if scheduler.idle:

@@ -142,7 +142,8 @@ def test_logits_of_every_step_equal_masked_full_attention(folder, tp_size):
     first_tokens, first_logits, _ = found[0]
     assert_every_step_is_the_references(folder, first_tokens, first_logits)
     for tokens, logits, n_preempted in found:
-        assert n_preempted > 0 or not is_hybrid(folder)  # with windows alone no ring is outgrown
+        # With windows alone, a sequence never needs more blocks than its ring has.
+        assert n_preempted > 0 or not is_hybrid(folder)
         assert tokens == first_tokens
         for own, first in zip(logits, first_logits, strict=True):
             assert own.keys() == first.keys()

@@ -162,7 +162,7 @@ def test_slurm_job_returns_exit_code_of_its_command(cluster):
     assert done.returncode == 2 and "/no/such/model" in done.stderr
 
 
-# Prints its arguments, each with a line that ends it.
+# Prints its arguments, each followed by the line `--`.
 ARGUMENTS = """#!/bin/sh
 for each in "$@"; do printf '%s\\n--\\n' "$each"; done
 """

@@ -1,4 +1,4 @@
-"""Weights keep their values, and shared memory, when they move to huge pages."""
+"""Weights keep their values when they move to huge pages, and still share memory if they did."""
 
 import errno
 import mmap
@@ -64,7 +64,7 @@ def refused_reservation(_: object) -> HugePages:
 
 @pytest.mark.parametrize("n_experts", [0, 3])
 def test_weights_are_packed_while_loading_without_huge_pages(n_experts, monkeypatch):
-    """On a GPU, unpacked weights took memory that the KV cache was then too large for.
+    """On a GPU, unpacked weights took memory that the KV cache needed.
 
     Regression: under a limit of address space, quantised weights were refused by their size in
     float32.

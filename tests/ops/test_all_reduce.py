@@ -22,7 +22,7 @@ from parallel_llama.parallel.wait_policy import WaitPolicy
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
-# The last size is larger than a kernel sums.
+# The last size is too large for a kernel.
 SIZES = 1, 15, 16, 576, 1001, SHARED_SUM_BYTES // 8 - 1, SHARED_SUM_BYTES // 4
 
 

@@ -209,7 +209,7 @@ def test_a_rank_that_dies_in_its_stage_is_named_on_other_hosts(is_recorded):
 def test_mismatched_collective_is_reported_before_any_rank_is_late(ranks, hosts, fault):
     """Regression: a rank that waits for a broadcast sends nothing, and the others waited for it.
 
-    Ranks to which a third rank reported the mismatch named two ranks in the same collective.
+    A rank that learned of the mismatch from a third rank named two ranks in one collective.
     """
     outcomes = ranks(len(hosts), shared_memory=False).run(go_wrong, hosts, fault)
     for rank, outcome in enumerate(outcomes):

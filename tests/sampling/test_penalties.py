@@ -276,7 +276,7 @@ def test_mask_has_token_t_in_bit_t_mod_8_and_bans_tokens_beyond_its_end(tp_size)
 
 
 def mixed_case_draws() -> tuple[Tensor, list[SamplingRow]]:
-    """Rows of every kind in one batch: greedy, plain, filtered; each change of the logits; none."""
+    """A batch of all kinds of rows: greedy, plain or filtered, with and without logit changes."""
     rng = random.Random(8)
     draws: list[SamplingRow] = []
     for row in range(72):

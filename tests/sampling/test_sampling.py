@@ -670,10 +670,10 @@ def test_gumbel_noise_matches_the_splitmix64_reference():
 
 
 def test_the_noise_is_standard_gumbel_and_independent_of_its_neighbours():
-    """Arrival times of one tile's tokens, of 4 * 50,000 keys, each against the exponential.
+    """Compares arrival times, of 4 tokens and 50,000 keys each, with the exponential distribution.
 
-    Deciles of a token's time, and pairs of deciles of two tokens of one tile: chi-square tests with
-    false alarms of 1e-4 each, for new noise.
+    Chi-square tests of the deciles of each token, and of pairs of deciles of two tokens. For new
+    noise, each test has a false-alarm rate of 1e-4.
     """
     keys = torch.arange(50_000) * 7919
     arrivals = gumbel(keys, torch.tensor([0, 5, 127, 300])).neg().exp()

@@ -388,7 +388,7 @@ async def test_first_engine_that_cannot_read_an_adapter_ends_the_client():
 
 
 async def test_restarted_engine_may_end_choices_in_another_order():
-    """Regression: an output of a choice that had ended before ended the server."""
+    """Regression: the server ended when an engine sent a choice that had already ended."""
 
     def ended(key: int, choice: int) -> Output:
         completion = Completion(0, "x", (5,), "length", 2, choice=choice)

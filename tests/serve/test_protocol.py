@@ -542,7 +542,7 @@ def test_invalid_request_id_is_replaced_by_a_generated_one(given):
 
 
 async def test_request_waits_for_few_requests_of_other_pipelines():
-    """Regression: each step of an answer waited for one request of every other pipeline."""
+    """Regression: each step of an answer waited for one request of each of the other pipelines."""
     served: list[str] = []
 
     async def app(scope, receive, send) -> None:

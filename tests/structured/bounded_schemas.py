@@ -1,7 +1,7 @@
 """Random JSON schemas that bound the length of their texts, and a check of completions.
 
 `check_completions` takes any function that completes a grammar. Tests use random logits and a few
-schemas; runs by hand use a real model and some hundreds of schemas.
+schemas; manual runs use a real model and a few hundred schemas.
 """
 
 import json

@@ -152,7 +152,7 @@ class Order:
     rng: random.Random = field(init=False)
     likelihood: float = field(init=False)  # that work runs while the host calls torch
     longest: int = field(init=False)  # most entries of a stream that then run
-    others: float = field(init=False)  # likelihood that this is a later stream than the first
+    others: float = field(init=False)  # likelihood that the last stream runs, and not the first
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)

@@ -512,7 +512,7 @@ def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_a_pattern_that_backtracks_is_stopped(tmp_path):
-    """Each word takes 0.1 s, so a text of some megabytes would take hours."""
+    """Each word takes 0.1 s, so a text of a few megabytes would take hours."""
     tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a|aa)+$")))
     started = time.monotonic()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* of CPU time"):

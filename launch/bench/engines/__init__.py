@@ -1,8 +1,8 @@
 """The runtimes of the comparison, by the names of --engines, and whether each can run here.
 
 Each module of this package has `VERSIONS` of the packages that determine its speed, and a function
-`load(setup)` that returns a `Loaded`. If an engine needs a file format of its own, its module
-also has `convert(source, target, form)`. Only the process of the engine imports its module.
+`load(setup)` that returns a `Loaded`. If an engine needs a file format of its own, its module also
+has `convert(source, target, form)`. Only the process of the engine imports its module.
 """
 
 import subprocess

@@ -5,7 +5,8 @@ Grids depend only on shapes, and no kernel synchronises.
 
 A row's bits do not depend on the other rows of the batch, with two exceptions: in `quant_linear`
 above MAX_ROWS rows, and in `chunk_attention` with a sliding window, where they depend on how the
-prompt is divided. Sums are in float32. Tile sizes are powers of two, with masks.
+prompt is divided. Dense products of more than MAX_ROWS rows do not run here, but in cuBLAS (see
+`cuda_ops`). Sums are in float32. Tile sizes are powers of two, with masks.
 
 A kernel is compiled once per model, not per number of rows, since arguments that depend on the
 number of rows are marked as not specialised. Otherwise Triton would compile anew for 1 and for

@@ -29,7 +29,7 @@ export function showItems(list, items, make, update) {
   });
 }
 
-// Show a line for some seconds, with a button if `undo` can revert what was done.
+// Show a line for a few seconds, with a button if `undo` can revert what was done.
 export function showToast(text, undo = null) {
   toastText.textContent = text;
   undoes = undo;
