@@ -173,8 +173,8 @@ def tensor_parallel(
 ) -> Check:
     """Runs the model on 1, 2, 3, ... ranks, and compares with what this rank has computed alone.
 
-    The largest number is that of all ranks, at most the number of heads. The findings of `wrong`
-    ranks, whose own results are wrong, are ignored.
+    The largest number is that of all ranks, at most the number of heads. Ranks in `wrong` compute
+    wrong results alone, so their findings are ignored.
 
     Collective: loads and runs the model once for each number of ranks, and once more if all ranks
     can run it together and no rank is wrong.

@@ -38,7 +38,7 @@ from parallel_llama.model.weights import stored_weights
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import IntegrityError, differing_ranks
 
-# The time for comparisons, as a fraction of the time of steps.
+# The time for comparisons and for sums of new blocks, as a fraction of the time of steps.
 _TIME_FRACTION = 0.0015
 
 # A comparison that exceeds its time delays later comparisons by the excess, up to this time.
@@ -49,7 +49,7 @@ _MAX_DEBT_S = 1e-3
 # code and data from the caches, so few calls that each do more are cheaper.
 _MEMORY_STEPS = 32
 
-# Steps between two exchanges with other ranks.
+# Steps between two exchanges with other ranks, a multiple of _MEMORY_STEPS.
 _EXCHANGE_STEPS = 96
 
 _DIGEST_BYTES = 8
@@ -87,7 +87,7 @@ class IntegrityCheck:
         self._n_steps = self._digest = 0
         self._time_left_s = 0.0
         self._residual = memoryview(b"")  # of the last forward pass
-        # The slots by KV group of forward passes whose blocks are not updated yet.
+        # The slots that each forward pass since `_update_blocks` has written, by KV group.
         self._written: list[Sequence[Sequence[int]]] = []
         self._failure: IntegrityError | None = None
 
@@ -113,6 +113,8 @@ class IntegrityCheck:
 
     def after_step(self, seconds: float) -> None:
         """Compare a part of the memory, after a step that took `seconds`.
+
+        Call it before the next forward pass, which may overwrite the recorded residual stream.
 
         Raises: IntegrityError for memory that has changed; on all ranks, if ranks differ.
         Collective: in every 96th step one all_gather, and those of `ProductCheck.message`.

@@ -100,9 +100,9 @@ class _Commit:
         return missing_files
 
     def without_blob(self, files: Sequence[str]) -> list[str]:
-        """The given files whose content is not in the cache.
+        """The given files that have no complete blob in the cache.
 
-        Incomplete blobs do not count, because huggingface_hub downloads the whole file again.
+        huggingface_hub downloads the whole file again if its blob is incomplete.
         """
         folder = hub_folder(self.name.repo) / "blobs"
         blobs = {file: self.blobs.get(file) for file in files}
