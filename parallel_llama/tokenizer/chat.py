@@ -17,6 +17,13 @@ MAX_INT_BITS = 1 << 10
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_LABEL_CHARS = 256
 
+# Tokens that end a turn in some models. A token is used if it is a special token of the model and
+# occurs in the template; the tokenizer's eos token is often the end of a document instead.
+TURN_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>",
+    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
+)  # fmt: skip
+
 # Names of special tokens in templates.
 TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",

@@ -15,6 +15,7 @@ from parallel_llama.errors import CheckpointError, UsageError, kind_of
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.tokenizer import spm
+from parallel_llama.tokenizer.chat import TURN_ENDS
 from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer
 from parallel_llama.tokenizer.tokenizer import MAX_PIECES, Tokenizer
@@ -22,6 +23,10 @@ from parallel_llama.tokenizer.tokenizer_json import BuiltEncoder, TokenizersToke
 
 MAX_MERGES = 4 * MAX_PIECES
 MAX_ADDED = 1 << 18  # speech models have about 30,000; this many take seconds to add
+
+# Some converters type these as ordinary or user-defined tokens, so that chats would not stop. As in
+# llama.cpp they are special tokens. </s> is an HTML tag in Gemma's vocabulary.
+_ALWAYS_SPECIAL = frozenset(TURN_ENDS) - {"</s>"}
 
 # The keys of chat templates, by the names of the templates in folders.
 TEMPLATE_FIELDS = {
@@ -84,13 +89,17 @@ class GGUFVocabulary:
 
     @cached_property
     def types(self) -> list[int]:
-        """The type of each token; NORMAL if the file has no types."""
-        if "tokenizer.ggml.token_type" not in self._fields:
-            return [spm.NORMAL] * len(self.tokens)
-        types: list[int] = self.values("token_type", int, len(self.tokens))
+        """The type of each token: CONTROL for the end of a turn, and NORMAL if not stated."""
+        types = [spm.NORMAL] * len(self.tokens)
+        if "tokenizer.ggml.token_type" in self._fields:
+            types = self.values("token_type", int, len(self.tokens))
         for id, kind in enumerate(types):
             if not spm.NORMAL <= kind <= spm.BYTE:
                 raise self.damaged(f"token {id} has type {kind}, not 1 to 6")
+        types = [
+            spm.CONTROL if token in _ALWAYS_SPECIAL else kind
+            for token, kind in zip(self.tokens, types, strict=True)
+        ]
         n_added = types.count(spm.CONTROL) + types.count(spm.USER_DEFINED)
         if n_added > MAX_ADDED:
             raise self.damaged(f"{n_added} tokens are special or added, more than {MAX_ADDED}")

@@ -12,6 +12,7 @@ from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest,
 from parallel_llama.tokenizer.channels import ANSWER_ENDS, has_channels
 from parallel_llama.tokenizer.chat import (
     ROLES,
+    TURN_ENDS,
     Chat,
     Message,
     developer_as_system,
@@ -19,13 +20,6 @@ from parallel_llama.tokenizer.chat import (
     text_of,
 )
 from parallel_llama.tokenizer.tokenizer import Tokenizer, longest_of
-
-# Tokens that end a turn in some models. A token is used if it is a special token of the model and
-# occurs in the template; the tokenizer's eos token is often the end of a document instead.
-_TURN_ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>",
-    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
-)  # fmt: skip
 
 # Noncharacters, which Unicode reserves for internal use by programs.
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -131,7 +125,7 @@ class JinjaChat:
         ]
         self._longest = max(map(len, self._markup), default=0)
         self._roles = tuple(dict.fromkeys((*ROLES, *_QUOTED_WORD.findall(written))))
-        ends = ANSWER_ENDS if has_channels(written) else _TURN_ENDS
+        ends = ANSWER_ENDS if has_channels(written) else TURN_ENDS
         self.stop_ids = tokenizer.eos_ids | {
             special_ids[text] for text in ends if text in special_ids and text in written
         }

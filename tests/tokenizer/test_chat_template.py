@@ -416,6 +416,25 @@ def test_stop_ids_are_eos_and_the_turn_ends_in_the_template(tmp_path):
     assert chat.stop_ids == {2, 32000}
 
 
+@pytest.mark.parametrize("kind", [1, 4], ids=["ordinary", "user-defined"])
+def test_gguf_chat_stops_at_a_turn_end_that_is_not_typed_as_control(tmp_path, kind):
+    """Regression: chats with GGUF files of Gemma 1.1 and Phi-3 went on after the answer."""
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "<eos>", "h", "i", "<end_of_turn>", "</s>"],
+        "tokenizer.ggml.scores": [0.0] * 7,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, kind, kind],
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{{ messages[0].content }}<end_of_turn></s>",
+    }
+    path = tmp_path / "a.gguf"
+    path.write_bytes(GGUF(fields, tensors=[]).to_bytes())
+    chat = load_chat_template(path, load_tokenizer(path))
+    assert chat is not None
+    assert chat.stop_ids == {2, 5}  # </s> is an HTML tag in Gemma's vocabulary
+    assert chat.encode(Chat(USER))[-2] == 5
+
+
 def test_end_of_a_channel_message_is_not_a_stop_token(tmp_path):
     """Regression: answers ended after the reasoning, as other models end turns with <|end|>."""
     marks = "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|start|>", "<|message|>"
