@@ -13,6 +13,7 @@ from parallel_llama.files.model_files import ModelFiles
 logger = logging.getLogger(__name__)
 
 MAX_TOKEN_ID = 2**31 - 1
+NO_TOKEN_IDS = -1, 2**32 - 1  # -1 means no token; some GGUF files have it as an unsigned integer
 
 # Unsupported settings of generation_config.json that change the sampled tokens, with the values
 # that turn the settings off.
@@ -139,8 +140,8 @@ def _from_gguf(fields: Fields) -> GenerationDefaults:
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
     """The token ids under a key: one id or a list, without -1, which means none."""
-    ids = fields.integers(key)
+    ids = [token for token in fields.integers(key) if token not in NO_TOKEN_IDS]
     for token in ids:
-        if not -1 <= token <= MAX_TOKEN_ID:
+        if not 0 <= token <= MAX_TOKEN_ID:
             raise UsageError(f"{key}={token} is not a token id")
-    return tuple(dict.fromkeys(token for token in ids if token >= 0))
+    return tuple(dict.fromkeys(ids))

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from parallel_llama.config.generation import NO_TOKEN_IDS
 from parallel_llama.errors import CheckpointError, UsageError, kind_of
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.files.gguf_header import read_gguf_header
@@ -109,7 +110,7 @@ class GGUFVocabulary:
         """The id of a special token in the file, else `default` if the vocabulary has that id."""
         n_tokens = len(self.tokens)
         id: int | None = self.value(f"{name}_token_id", int, None)
-        if id is None:
+        if id is None or id in NO_TOKEN_IDS:
             return default if default is not None and default < n_tokens else None
         if not 0 <= id < n_tokens:
             raise self.damaged(f"{name}_token_id is {id}, but there are {n_tokens} tokens")
@@ -140,7 +141,7 @@ class GGUFVocabulary:
         return [
             AddedToken(id, token, kind == spm.CONTROL, strips and token not in _KEEP_WHITESPACE)
             for id, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in kinds
+            if kind in kinds and token
         ]
 
     def damaged(self, why: str) -> CheckpointError:
@@ -222,13 +223,15 @@ def _bpe(
 
 def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceTokenizer:
     bos_id = vocabulary.token_id("bos", default=1)
+    # SentencePiece needs a text for an empty token; this way it still decodes to nothing.
+    empty = [AddedToken(id, "", False) for id, text in enumerate(vocabulary.tokens) if not text]
     return SentencePieceTokenizer(
         _proto(vocabulary),
         vocabulary.source,
         bos_id=bos_id,
         adds_bos=vocabulary.value("add_bos_token", bool, True),
         eos_ids=vocabulary.eos_ids(default=2),
-        added=vocabulary.added(),
+        added=vocabulary.added() + empty,
     )
 
 
@@ -240,8 +243,9 @@ def _proto(vocabulary: GGUFVocabulary) -> Any:
     proto = spm.SPM_PROTO.ModelProto()
     for id, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
         # SentencePiece requires exactly one unknown piece, which some converters do not mark.
-        piece_type = spm.UNKNOWN if id == unk_id else spm.UNUSED if kind == spm.UNKNOWN else kind
-        proto.pieces.add(piece=token, score=score, type=piece_type)
+        is_unused = kind == spm.UNKNOWN or not token
+        piece_type = spm.UNKNOWN if id == unk_id else spm.UNUSED if is_unused else kind
+        proto.pieces.add(piece=token or f"[EMPTY_{id}]", score=score, type=piece_type)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     trainer.model_type = spm.SPM_PROTO.TrainerSpec.BPE
     trainer.byte_fallback = spm.BYTE in types

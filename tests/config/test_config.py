@@ -1011,6 +1011,14 @@ def test_special_ids_and_sampling_are_read_from_gguf():
     assert found == GenerationDefaults(temperature=0.5, top_k=20, eos_ids=(1, 3), bos_id=0)
 
 
+def test_unsigned_minus_one_as_a_special_id_of_a_gguf_file_means_none():
+    """Regression: such a file was refused."""
+    path = TEMPORARY[0] / "m.gguf"
+    none = {f"tokenizer__ggml__{name}_token_id": 2**32 - 1 for name in ("bos", "eos", "eot")}
+    path.write_bytes(gguf(**none).to_bytes())
+    assert load_generation_defaults(find_model(str(path))) == GenerationDefaults()
+
+
 def test_metas_files_state_no_defaults():
     files = _folder(PARAMS, "params.json", "consolidated.00.pth")
     assert load_generation_defaults(files) == GenerationDefaults()

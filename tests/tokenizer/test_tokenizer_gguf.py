@@ -612,6 +612,33 @@ def test_empty_tokens_are_accepted_and_decode_to_nothing(tmp_path):
     assert ours.decode([0, 1, len(tokens) - 1]) == "he"
 
 
+def test_empty_sentencepiece_tokens_are_unused_and_decode_to_nothing(tmp_path):
+    """Regression: SentencePiece refuses a piece without text, and two equal pieces."""
+    fields = spm_fields(MISTRAL_V1, 1000)
+    full = load_tokenizer(gguf_file(tmp_path / "full.gguf", **fields))
+    fields["tokens"][-2:] = ["", ""]
+    path = gguf_file(tmp_path / "a.gguf", **fields)
+    ours = load_tokenizer(path)
+    assert ours.vocab_size == 1000
+    assert ours.encode("hi [EMPTY_998]") == full.encode("hi [EMPTY_998]")
+    assert ours.decode([998, *ours.encode("hi"), 999]) == "hi"
+    for name, data in export_gguf_tokenizer(path).items():
+        (tmp_path / name).write_bytes(data)
+    assert load_tokenizer(tmp_path).encode("hi [EMPTY_998]") == ours.encode("hi [EMPTY_998]")
+
+
+def test_unsigned_minus_one_as_a_special_id_means_none(tmp_path):
+    """Regression: llama2.c's files, with padding_token_id=4294967295, could not be exported."""
+    names = ("bos", "eos", "eot", "unknown", "padding")
+    none = {f"{name}_token_id": 2**32 - 1 for name in names}
+    bpe = small_bpe(tmp_path / "bpe.gguf", **none)
+    spm = gguf_file(tmp_path / "spm.gguf", **{**spm_fields(MISTRAL_V1, 1000), **none})
+    for path, expected in ((bpe, (None, set())), (spm, (1, {2}))):
+        tokenizer = load_tokenizer(path)
+        assert (tokenizer.bos_id, tokenizer.eos_ids) == expected
+        assert "pad_token" not in json.loads(export_gguf_tokenizer(path)["tokenizer_config.json"])
+
+
 def test_unknown_model_or_pre_is_refused_by_name(tmp_path):
     with pytest.raises(UsageError, match=r"'bert'.*gpt2 and llama"):
         load_tokenizer(small_bpe(tmp_path / "a.gguf", model="bert"))
