@@ -199,9 +199,10 @@ def select_files(name: HubName, files_in_repo: Collection[str]) -> tuple[list[st
         )
     tokenizers = [file for file in TOKENIZER_FILES if file in files_in_repo]
     read = tokenizers[:1]
-    # The header of a GGUF file is written from SentencePiece's own file.
-    if read == ["tokenizer.json"] and "tokenizer.model" in tokenizers:
-        read.append("tokenizer.model")
+    if read == ["tokenizer.json"]:
+        # tekken.json corrects the split of a wrong conversion; the header of a GGUF file is written
+        # from SentencePiece's own file.
+        read += [file for file in ("tekken.json", "tokenizer.model") if file in tokenizers]
     return [*(file for file in METADATA_FILES if file in files_in_repo), *read], first
 
 

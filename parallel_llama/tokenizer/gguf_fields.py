@@ -25,6 +25,7 @@ from parallel_llama.tokenizer.loading import (
     load_chat_template,
     load_tokenizer,
     read_tokenizer_config,
+    with_tekken_split,
 )
 from parallel_llama.tokenizer.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
@@ -133,7 +134,8 @@ def _tokenizer_json(folder: Path) -> dict[str, Any] | None:
     path = folder / "tokenizer.json"
     if not is_file(path):
         return None
-    return json_object(path, read_bytes(path, MAX_TOKENIZER_BYTES).decode())
+    data = with_tekken_split(path, read_bytes(path, MAX_TOKENIZER_BYTES))
+    return json_object(path, data.decode())
 
 
 def _byte_level_fields(folder: Path, contents: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,5 +1,7 @@
 """Loads a model's tokenizer and chat template."""
 
+import json
+import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from parallel_llama.tokenizer.chat import TOKEN_NAMES, ChatTemplate
 from parallel_llama.tokenizer.chat_formats import Llama2Chat, Llama3Chat, MistralChat
 from parallel_llama.tokenizer.gguf import GGUFVocabulary, build_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
+from parallel_llama.tokenizer.pre_tokenizers import LLAMA3_PATTERN, PRE_TOKENIZERS
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
 from parallel_llama.tokenizer.tiktoken_ranks import TekkenTokenizer, TiktokenTokenizer, is_tekken
 from parallel_llama.tokenizer.tokenizer import Tokenizer
@@ -28,6 +31,13 @@ MAX_TEMPLATE_BYTES = 1 << 20
 _CODE_TOKENIZERS = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
 _MISTRAL_FAMILIES = ("mistral", "mixtral")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+# The patterns of Llama 3 and of Mistral, as they are written in JSON.
+_LLAMA3_SPLIT, _MISTRAL_SPLIT = (
+    json.dumps(pattern).encode()
+    for pattern in (LLAMA3_PATTERN, PRE_TOKENIZERS["tekken"].patterns[0])
+)
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -152,13 +162,36 @@ def _tokenizer_in(path: Path, config: TokenizerConfig) -> Tokenizer:
         data = read_bytes(path, MAX_TOKENIZER_BYTES)
         if is_tekken(data):
             return TekkenTokenizer(data, source)
-        return _from_json(data, source, config)
+        corrected = with_tekken_split(path, data)
+        if corrected != data:
+            logger.warning(
+                "%s: splits text by Llama 3's pattern, as a wrong conversion writes; Mistral's "
+                "pattern in the tekken.json beside it is used instead",
+                source,
+            )
+        return _from_json(corrected, source, config)
     data = read_bytes(path, MAX_MODEL_BYTES)
     if not data:
         raise CheckpointError(f"{source}: the file is empty")
     if _RANK_LINE.match(head):
         return TiktokenTokenizer(data, source)
     return _from_spm(data, source, config)
+
+
+def with_tekken_split(path: Path, data: bytes) -> bytes:
+    """The contents of a tokenizer.json, with Llama 3's pattern replaced by that of tekken.json.
+
+    Such files of Mistral are the result of a wrong conversion, which transformers corrects with
+    `fix_mistral_regex`. Without a tekken.json in the folder, the contents are unchanged.
+    """
+    tekken = path.parent / "tekken.json"
+    if (
+        _LLAMA3_SPLIT in data
+        and is_file(tekken)
+        and _MISTRAL_SPLIT in read_bytes(tekken, MAX_TOKENIZER_BYTES)
+    ):
+        return data.replace(_LLAMA3_SPLIT, _MISTRAL_SPLIT)
+    return data
 
 
 def _from_json(data: bytes, source: str, config: TokenizerConfig) -> TokenizersTokenizer:

@@ -176,6 +176,11 @@ def test_tokenizer_model_is_downloaded_beside_tokenizer_json_for_gguf_files():
     assert select_files(HubName(NAME), names)[0] == names[1:4]
 
 
+def test_tekken_file_is_downloaded_beside_tokenizer_json_whose_split_it_corrects():
+    names = ["model.safetensors", "config.json", "tokenizer.json", "tekken.json", "vocab.json"]
+    assert select_files(HubName(NAME), names)[0] == names[1:4]
+
+
 def test_a_named_gguf_file_is_downloaded_alone(hub):
     name = f"{NAME}/some-model.Q8_0.gguf@v1.0"
     download(name)

@@ -9,10 +9,13 @@ import pytest
 from mistral_oracle import decoded, encoded, mistral_tokenizer, taken_of
 from tekken_files import specials, tekken_file, write_tekken
 from tokenizer_data import MISTRAL_FILES, TEKKEN, real_tokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import StreamDecoder, load_tokenizer
-from parallel_llama.tokenizer.tiktoken_ranks import MAX_SPACES
+from parallel_llama.tokenizer.gguf_fields import tokenizer_fields
+from parallel_llama.tokenizer.tiktoken_ranks import MAX_SPACES, parse_tekken
 
 N_TEXTS = 3_000
 
@@ -148,6 +151,33 @@ def test_tekken_file_named_tokenizer_json_is_recognised(tmp_path):
     assert load_tokenizer(tmp_path).encode("Hello [INST]") == real_tokenizer(TEKKEN).encode(
         "Hello [INST]"
     )
+
+
+@pytest.mark.slow
+def test_llama3_split_of_a_wrong_conversion_is_corrected_from_tekken(tmp_path, caplog):
+    """Regression: words after an apostrophe and some others got other tokens.
+
+    The default pattern of the converter in transformers is Llama 3's.
+    """
+    tokens, specials, _ = parse_tekken(TEKKEN.read_bytes(), "a file")
+    converter = TikTokenConverter()
+    converter.load_tiktoken_bpe = lambda _: {token: rank for rank, token in enumerate(tokens)}
+    converter.converted().save(str(tmp_path / "tokenizer.json"))
+    text = "x'several"
+    wrong = load_tokenizer(tmp_path).encode(text, bos=False)
+    assert not caplog.records
+    (tmp_path / "tekken.json").symlink_to(TEKKEN)
+    ours = load_tokenizer(tmp_path)
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path / 'tokenizer.json'}: splits text by Llama 3's pattern, as a wrong conversion "
+        "writes; Mistral's pattern in the tekken.json beside it is used instead"
+    ]
+    assert wrong != ours.encode(text, bos=False)
+    for each in [text, *texts(seed=3, n_texts=300)]:
+        ranks = ours.encode(each, bos=False, special=False)
+        assert [len(specials) + rank for rank in ranks] == encoded(TEKKEN, each)
+    fields = tokenizer_fields(tmp_path, ours.vocab_size, GenerationDefaults())
+    assert fields["tokenizer.ggml.pre"] == "tekken"
 
 
 # Damaged and hostile files.
