@@ -319,6 +319,8 @@ def _sentencepiece_config(
         config["bos_token"] = tokens[tokenizer.bos_id]
     if (eos_id := vocabulary.token_id("eos", default=2)) is not None:
         config["eos_token"] = tokens[eos_id]
+    if not vocabulary.value("add_space_prefix", bool, True):
+        config["add_prefix_space"] = False  # transformers does not read this from tokenizer.model
     if added:
         config["added_tokens_decoder"] = added
     return config

@@ -179,6 +179,28 @@ def test_user_defined_runs_of_spaces_are_spaces_in_folder_and_gguf_file(tmp_path
     assert readers[0].vocabulary.units == readers[1].vocabulary.units
 
 
+@pytest.mark.slow
+def test_exported_tokenizer_without_a_space_prefix_has_none_in_transformers(tmp_path):
+    """Regression: transformers put a space before texts of Gemma exported from a GGUF file."""
+    from transformers import AutoTokenizer  # a slow import that most tests do not need
+
+    fields = spm_fields(MISTRAL_V1)
+    for id, token in ((259, "  "), (31990, "<table>"), (31991, "<end_of_turn>")):
+        fields["tokens"][id], fields["token_type"][id] = token, 4
+    path = gguf_file(tmp_path / "a.gguf", "gemma", add_space_prefix=False, **fields)
+    for name, data in export_gguf_tokenizer(path).items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
+    oracle, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(path)
+    chat = "<s>hi  <table><end_of_turn>\n<end_of_turn> x"
+    for text in ["hello", " hello", chat, *(text for text in random_texts(300) if text)]:
+        if "\u2581" in text:  # SentencePiece replaces it by a space
+            continue
+        ids = ours.encode(text)
+        assert oracle(text).input_ids == ids
+        assert oracle.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+
+
 def test_special_token_beyond_the_vocabulary_is_left_out_with_a_warning(tmp_path, caplog):
     """Regression: Gemma 3 1B could not be written as GGUF: its image token has no row."""
     gemma_folder(tmp_path, {"1000": {"content": "<image_soft_token>", "special": True}})
