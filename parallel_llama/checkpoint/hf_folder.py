@@ -101,8 +101,8 @@ class HFFolder(TensorFiles):
         self._bits: dict[str, Int8Matrix | FourBitMatrix] = {}  # of bitsandbytes
         self._mxfp4: dict[str, MXFP4Matrix] = {}  # of experts
         if isinstance(packing, Packing):
-            for name in packed_weights(args, tensors, packing):
-                self._packed[name] = PackedMatrix(packing, slices[name])
+            for name, own in packed_weights(args, tensors, packing).items():
+                self._packed[name] = PackedMatrix(own, slices[name])
         elif isinstance(packing, Schemes):
             held = {name: tensor for name, (_, tensor) in tensors.items()}
             for name, scheme in scaled_weights(packing, args, held).items():

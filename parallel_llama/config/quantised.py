@@ -3,16 +3,19 @@
 It reads headers and configuration files only, without torch; `checkpoint.quantised` decodes the
 weights.
 
-Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; transformers 5.23, quantization_config.py.
+Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; transformers 5.23, quantization_config.py;
+`dynamic` in the README of GPTQModel 7.7.
 """
 
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parallel_llama.config.bitsandbytes import BitsAndBytes, bitsandbytes_of, bitsandbytes_types
 from parallel_llama.config.native import native_inputs, native_scaled
+from parallel_llama.config.patterns import compiled_pattern
 from parallel_llama.config.scaled import (
     METHODS,
     MXFP4_INPUTS,
@@ -95,6 +98,8 @@ class Packing:
         group_size: inputs that share a scale and a zero point; 0 for all inputs of an output.
         any_order: whether g_idx names the group of each input; else the inputs of a group are
             consecutive.
+        rules: the rules of `dynamic` that override settings: the text of each, the pattern of its
+            module names, and the settings of these modules.
     """
 
     method: str
@@ -103,10 +108,27 @@ class Packing:
     n_bits: int
     group_size: int
     any_order: bool = False
+    rules: tuple[tuple[str, re.Pattern[str], Fields], ...] = ()
 
     @property
     def per_word(self) -> int:
         return 32 // self.n_bits
+
+    def of_module(self, name: str) -> "Packing":
+        """The packing of a module; the first rule that matches the start of its name applies.
+
+        Raises: CheckpointError if the settings of that rule are not supported.
+        """
+        for text, pattern, settings in self.rules:
+            if pattern.match(name):
+                try:
+                    return _packing(self.method, settings)
+                except UsageError as error:
+                    raise CheckpointError(
+                        f"{name}: by the rule {text!r:.200} of dynamic in quantization_config: "
+                        f"{error}; {_INSTEAD}"
+                    ) from error
+        return self
 
 
 def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
@@ -223,8 +245,8 @@ def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
     """
     packing = hf_packing(files)
     if isinstance(packing, Packing):
-        names = packed_weights(args, _tensors(files, args), packing)
-        return dict.fromkeys(names, packing.form) if packing.form is not None else {}
+        packings = packed_weights(args, _tensors(files, args), packing)
+        return {name: own.form for name, own in packings.items() if own.form is not None}
     if isinstance(packing, Schemes):
         forms, _ = _scaled_forms(packing, files, args)
         return dict(forms)
@@ -262,9 +284,9 @@ def hf_decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
     packing = hf_packing(files)
     if isinstance(packing, BitsAndBytes):
         return sorted({*bitsandbytes_types(args, _tensors(files, args)).values()})
-    if isinstance(packing, Packing) and packing.form is None:
-        names = packed_weights(args, _tensors(files, args), packing)
-        return [_decoded_name(packing)] if names else []
+    if isinstance(packing, Packing):
+        packings = packed_weights(args, _tensors(files, args), packing).values()
+        return sorted({_decoded_name(own) for own in packings if own.form is None})
     if not isinstance(packing, Schemes):
         return []
     _, decoded = _scaled_forms(packing, files, args)
@@ -405,19 +427,23 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
     try:
         if method == "bitsandbytes":
             return bitsandbytes_of(config)
-        return _packing(method, config) if method in _ZERO_OFFSETS else schemes_of(method, config)
+        if method in _ZERO_OFFSETS:
+            return replace(_packing(method, config), rules=_rules(config))
+        return schemes_of(method, config)
     except UsageError as error:
         raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error
 
 
-def packed_weights(args: ModelArgs, tensors: Collection[str], packing: Packing) -> list[str]:
-    """Meta's names of an HF folder's quantised matrices, given its tensor names `tensors`.
+def packed_weights(
+    args: ModelArgs, tensors: Collection[str], packing: Packing
+) -> dict[str, Packing]:
+    """The packings, by Meta's names, of an HF folder's matrices, given its tensor names `tensors`.
 
     The tensor names decide: programs differ in how they list unquantised layers in config.json.
 
-    Raises: CheckpointError for a quantised matrix whose shape is not supported.
+    Raises: CheckpointError as `Packing.of_module`, and for a shape that is not supported.
     """
-    slices, packed = stored_slices(args, "hf"), []
+    slices, packed = stored_slices(args, "hf"), dict[str, Packing]()
     for param in parameters(args):
         stored_slice = slices[param.name]
         base = stored_slice.name.removesuffix("weight")
@@ -427,15 +453,30 @@ def packed_weights(args: ModelArgs, tensors: Collection[str], packing: Packing) 
             or base + "qweight" not in tensors
         ):
             continue
-        (n_outputs, n_inputs), per_word = stored_slice.shape, packing.per_word
-        multiple = per_word if packing.form is None else QUANT_GROUP_SIZE
+        own = packing.of_module(base.removesuffix("."))
+        (n_outputs, n_inputs), per_word = stored_slice.shape, own.per_word
+        multiple = per_word if own.form is None else QUANT_GROUP_SIZE
         if n_inputs % multiple or n_outputs % per_word:
             raise CheckpointError(
                 f"{base}qweight: has {n_outputs} outputs and {n_inputs} inputs; they must be "
                 f"multiples of {per_word} and {multiple}; {_INSTEAD}"
             )
-        packed.append(param.name)
+        packed[param.name] = own
     return packed
+
+
+def _rules(config: Fields) -> tuple[tuple[str, re.Pattern[str], Fields], ...]:
+    """The rules of `dynamic`, except for -: rules: the tensors show which matrices are plain."""
+    dynamic = Fields(config.mapping("dynamic"))
+    return tuple(
+        (
+            text,
+            compiled_pattern(text.removeprefix("+:")),
+            Fields({**config.values, **dynamic.mapping(text)}),
+        )
+        for text in dynamic.values
+        if not text.startswith("-:")
+    )
 
 
 def _packing(method: str, config: Fields) -> Packing:

@@ -249,6 +249,80 @@ def test_unconverted_modules_stay_plain_and_lm_head_may_be_quantised(source, tmp
         assert (ours - expected).norm() < 0.02 * expected.norm()
 
 
+# Rules of GPTQModel, and the 8-bit and smaller groups that they give to modules of `with_rules`.
+RULES = {
+    r"-:.*\.1\.mlp\.down_proj": {},
+    r"+:.*\.0\.mlp\.(gate|up)_proj$": {"bits": 8, "group_size": 64},
+    r".*\.0\.mlp": {"group_size": 32, "mse": 0.0},
+    r"model\.layers\.1\.self_attn\.[vo]": {"desc_act": True},
+    r"+:proj": {"bits": 3},
+}
+BY_RULE = [
+    (r"0\.mlp\.(gate|up)", {"size": 64, "bits": 8}),
+    (r"0\.mlp\.down", {"size": 32}),
+    (r"1\.self_attn\.[vo]", {"desc_act": True}),
+]
+
+
+def with_rules(source: Path, folder: Path) -> Path:
+    """Writes a GPTQ folder whose modules are quantised as RULES states."""
+    is_plain = re.compile(r"1\.mlp\.down")
+
+    def is_quantised(name: str) -> bool:
+        return is_projection(name) and not is_plain.search(name)
+
+    write_packed(source, folder, "gptq", is_quantised=is_quantised, dynamic=RULES)
+    for number, (modules, own) in enumerate(BY_RULE):
+        other = write_packed(source, folder.with_name(f"{number}"), "gptq", **own)
+        for to, of in ((folder, other), (meant_by(folder), meant_by(other))):
+            tensors = load_file(of / "model.safetensors")
+            rewritten(to, {n: t for n, t in tensors.items() if re.search(modules, n)})
+    return folder
+
+
+def test_gptq_modules_have_the_bits_and_groups_of_their_dynamic_rule(source, tmp_path):
+    """Regression: rules were ignored, and the tensors called misshapen."""
+    folder = with_rules(source, tmp_path / "gptq")
+    files = find_model(str(folder))
+    args = load_model_args(files)
+    stored = stored_formats(files, args)
+    assert stored["layers.0.feed_forward.w2.weight"] == HF_QUANTS[32]
+    assert stored["layers.0.attention.wq.weight"] == HF_QUANTS[128]
+    assert "layers.1.feed_forward.w2.weight" not in stored
+    line = why_decoded(files, args, "bfloat16") or ""
+    assert "in GPTQ int4 with desc_act, GPTQ int8 are decoded" in line
+    (wholes,) = loaded(meant_by(folder), 1)
+    for tp_size in (1, 3):
+        group = precision_of(folder).quant_group_size
+        shards = make_plan(args, tp_size, quant_group_size=group).shards
+        for shard, ours in zip(shards, loaded(folder, tp_size), strict=True):
+            for param, part, whole in zip(parameters(args), ours, wholes, strict=True):
+                rows = shard.rows_of(param)
+                assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        (
+            {r"+:.*\.0\..*q_proj": {"bits": 3}},
+            r"model\.layers\.0\.self_attn\.q_proj: by the rule '\+:\.\*\\\\\.0.*q_proj' of dynamic "
+            r"in quantization_config: bits=3 is not supported; 2, 4, 8 are; use the unquantised",
+        ),
+        ({"+:(a+)+": {"bits": 8}}, r"the pattern .* is not supported"),
+        ({"+:a": 8}, r"\+:a=8 is not an object"),
+        ([], "dynamic=<list of 0> is not an object"),
+    ],
+)
+def test_dynamic_rule_that_cannot_be_read_is_refused_by_name(dynamic, message, made, tmp_path):
+    folder = shutil.copytree(made["gptq"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = dynamic
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises((CheckpointError, UsageError), match=message):
+        precision_of(folder)
+
+
 FAMILIES = {
     "falcon": TinyModel(
         8, 2, 32, 256, ffn_dim=512, vocab_size=101, family="falcon",
