@@ -196,7 +196,10 @@ class TokenizersTokenizer(Tokenizer):
 
     def _continued(self, text: str, special: bool) -> list[int]:
         if not special and any(each in text for each in self.vocabulary.special_ids):
-            return self._encoded(text, special)  # with the anchor, these would be parsed too
+            # With the anchor, these would be parsed too, so the text follows ordinary text.
+            before, ids = (self._encoded("\n" + each, special) for each in ("", text))
+            n_before = len(before)
+            return ids[n_before:] if ids[:n_before] == before else self._encoded(text, special)
         ids = self._encoded(self._anchor + text, special=True)
         return ids[1:] if self._anchor else ids
 

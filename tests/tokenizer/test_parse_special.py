@@ -91,6 +91,16 @@ def made(kind: str) -> tuple[JinjaChat, Tokenizer, str, str]:
     return JinjaChat(template, tokenizer, {}, "a model"), tokenizer, opening, closing
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_continued_text_that_spells_a_special_token_gets_no_space(kind):
+    """Regression: with a tokenizer.json of SentencePiece, the text began with a space."""
+    _, tokenizer, _, closing = made(kind)
+    text = f"b{closing} c"
+    ids = tokenizer.encode_continued(text)
+    assert b"".join(map(tokenizer.vocabulary.piece, ids)).decode() == text
+    assert tokenizer.decode([*tokenizer.encode("a", bos=False), *ids]) == f"a{text}"
+
+
 def marks_in(kind: str, **fields: Any) -> int:
     """The number of tokens in a chat that mark turns."""
     chat, tokenizer, *texts = made(kind)
