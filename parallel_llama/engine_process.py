@@ -20,7 +20,7 @@ from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
-from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.errors import ContextExceeded, NumericalError, UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.communicators import give_up
 from parallel_llama.parallel.failures import RankError, exit_code
@@ -126,7 +126,7 @@ class EngineProcess:
         statistics = self._ranks.engine.statistics()
         self._frames.send(wire.Stepped(outputs, tuple(result.begun), result.seconds, statistics))
         for key, error in result.refused:
-            self._frames.send(wire.EngineRefused(key, str(error)))
+            self._refuse(key, error)
 
     def on_failed(self, keys: Sequence[int], error: NumericalError) -> None:
         self._frames.send(wire.Failed(tuple(keys), str(error)))
@@ -180,7 +180,11 @@ class EngineProcess:
         try:
             self._loop.submit(message.key, message.request)
         except UsageError as error:
-            self._frames.send(wire.EngineRefused(message.key, str(error)))
+            self._refuse(message.key, error)
+
+    def _refuse(self, key: int, error: UsageError) -> None:
+        exceeds_context = isinstance(error, ContextExceeded)
+        self._frames.send(wire.EngineRefused(key, str(error), exceeds_context))
 
     def _change_adapter(self, message: wire.ChangeAdapter) -> None:
         why_refused = None

@@ -33,7 +33,7 @@ class UsageError(_BoundedError):
 
 
 class ContextExceeded(UsageError):
-    """A prompt and its completion exceed the model's context."""
+    """A prompt and its completion exceed the model's context, or the KV cache."""
 
 
 class CheckpointError(_BoundedError):

@@ -153,7 +153,7 @@ class Engine:
         )
 
     def check(self, request: Request) -> None:
-        """Raises: UsageError for an unknown adapter, or a request that the KV cache cannot hold."""
+        """Raises: UsageError for an unknown adapter; ContextExceeded as `Scheduler.check_fits`."""
         self._fitted(request)
 
     def _fitted(self, request: Request, n_drawn: int = 0) -> Request:

@@ -28,7 +28,7 @@ from operator import attrgetter
 
 from parallel_llama.engine.block_pool import BlockPool, prefix_keys
 from parallel_llama.engine.kv_blocks import BlockTable, KVGroupBlocks
-from parallel_llama.errors import UsageError, counted
+from parallel_llama.errors import ContextExceeded, UsageError, counted
 from parallel_llama.request import Request
 
 # Maximum sequences that run at once; more rows would not increase the throughput.
@@ -188,11 +188,11 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def check_fits(self, request: Request) -> None:
-        """Raises: UsageError if a request does not fit into an empty pool."""
+        """Raises: ContextExceeded if a request does not fit into an empty pool."""
         for kv_group in self.kv_groups:
             needed, n_blocks = kv_group.n_held(_max_cached_tokens(request)), kv_group.pool.n_blocks
             if needed > n_blocks:
-                raise UsageError(self._too_large(request, needed, n_blocks))
+                raise ContextExceeded(self._too_large(request, needed, n_blocks))
 
     def check_room(self, n_tokens: int) -> None:
         """Raises: UsageError if a sequence of `n_tokens` tokens does not fit beside the others."""
@@ -227,7 +227,7 @@ class Scheduler:
             drawn: the tokens drawn so far of each choice that is not finished, to continue a
                 request of another scheduler; by default all choices begin.
 
-        Raises: UsageError as `check_fits`.
+        Raises: ContextExceeded as `check_fits`.
         """
         self.check_fits(request)
         self._is_resuming |= drawn is not None

@@ -13,7 +13,13 @@ from typing import Literal
 
 import msgspec
 
-from parallel_llama.errors import DISAGREE, CheckpointError, NumericalError, UsageError
+from parallel_llama.errors import (
+    DISAGREE,
+    CheckpointError,
+    ContextExceeded,
+    NumericalError,
+    UsageError,
+)
 from parallel_llama.request import Request
 from parallel_llama.serve import wire
 from parallel_llama.serve.answer import Answer
@@ -389,7 +395,8 @@ class EngineClient:
                 self.loaded = message.loaded
                 self.on_loaded(message.loaded)
             case wire.EngineRefused():
-                self._fail(message.key, UsageError(message.reason))
+                kind = ContextExceeded if message.exceeds_context else UsageError
+                self._fail(message.key, kind(message.reason))
             case wire.AdapterChanged():
                 self._on_changed(message)
             case wire.Failed():

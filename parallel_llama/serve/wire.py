@@ -131,10 +131,14 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
 
 
 class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The engine cannot run a request; `reason` says why."""
+    """The engine cannot run a request; `reason` says why.
+
+    `exceeds_context` says whether the reason is a ContextExceeded.
+    """
 
     key: int
     reason: str
+    exceeds_context: bool = False
 
 
 class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):

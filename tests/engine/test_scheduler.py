@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.scheduler import MAX_DEFERRED_STEPS, ScheduledTokens, Scheduler, Sequence
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import ContextExceeded, UsageError
 from parallel_llama.request import Request, SamplingParams
 
 
@@ -540,9 +540,10 @@ def test_new_request_leaves_a_block_for_each_growing_sequence():
 def test_request_that_never_fits_is_refused_with_a_remedy():
     scheduler, _ = make(2)
     assert scheduler.add(make_request([1] * 5, max_tokens=4))
-    with pytest.raises(UsageError, match=r"3 blocks .* has 2; ask for at most 4 new tokens, or"):
+    ask_for_fewer = r"3 blocks .* has 2; ask for at most 4 new tokens, or"
+    with pytest.raises(ContextExceeded, match=ask_for_fewer):
         scheduler.add(make_request([1] * 5, max_tokens=5))
-    with pytest.raises(UsageError, match="shorten the prompt to at most 8 tokens"):
+    with pytest.raises(ContextExceeded, match="shorten the prompt to at most 8 tokens"):
         scheduler.add(make_request([1] * 9, max_tokens=1))
 
 

@@ -317,6 +317,20 @@ def test_error_names_its_field_and_code(tiny, body, given, param, code, says, st
     assert says in error["message"]
 
 
+def test_request_that_exceeds_the_kv_cache_gets_context_length_exceeded_code(model):
+    """Regression: the code was invalid_value, because only the engine knows the cache's size."""
+    with Served(f"--model={model}", "--kv-cache-bytes=100K") as served:
+        n_tokens = served.get("/status")["kv"]["tokens_total"]
+        assert n_tokens < 500
+        for body, param in ((ChatBody, "messages"), (CompletionBody, "prompt")):
+            for stream in (False, True):
+                fields = {**EXAMPLES[body], "max_tokens": n_tokens, "stream": stream}
+                data = json.dumps(fields).encode()
+                error = require_error(send(served, body, data), data)
+                assert (error["param"], error["code"]) == (param, TOO_LONG)
+                assert "enlarge the KV cache" in error["message"]
+
+
 def test_number_of_lists_and_objects_in_a_body_is_bounded(tiny):
     """Regression: 300 bodies of 680,000 lists took 2.5 GB, and blocked /health for a minute."""
     for inner in ("[],", "{},", '{"[":[]},', r'"\\",[],'):
