@@ -182,7 +182,8 @@ def _run_frontend(
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     with listener:
-        return loop.run_until_complete(serve(app, engine, listener, flags[DRAIN]))
+        serving = serve(app, engine, listener, flags[DRAIN], has_launcher=is_started_as_rank())
+        return loop.run_until_complete(serving)
 
 
 def _serve_as_rank(

@@ -36,7 +36,9 @@ _TICKS_PER_TRIM = 100
 _MAX_KEPT_BYTES = 32 << 20  # freed memory that malloc may keep
 _CLOSING_S = 5  # for open connections to close at shutdown
 _LAST_ANSWER_S = 1.0  # for cancelled requests to answer, which takes a few milliseconds
-_SAME_SIGNAL_S = 0.5  # signals within this time of each other count as one
+# Signals within this time of each other count as one: `timeout`, for example, signals a process and
+# then its group.
+_SAME_SIGNAL_S = 0.5
 
 READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a pending response
 MIN_READ_BYTES = 16 << 10
@@ -88,12 +90,23 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, drain_s: float) -> int:
+async def serve(
+    app: ASGIApp,
+    engine: EngineClient,
+    listener: socket.socket,
+    drain_s: float,
+    *,
+    has_launcher: bool = False,
+) -> int:
     """Serves until a signal or the engine's final end, and returns the exit code.
 
     After the first SIGTERM or Ctrl-C, new requests are refused, and accepted requests may run for
     up to `drain_s` seconds; a second signal, not within half a second of the first, ends them.
     Requests that do not finish get status 503, or an error as the last event of their stream.
+
+    Args:
+        has_launcher: further signals have no effect, because the launcher and rank 0 forward a
+            signal that the server may also get itself, and rank 0 forwards it only after a step.
     """
     server = _Server(
         uvicorn.Config(
@@ -116,8 +129,7 @@ async def serve(app: ASGIApp, engine: EngineClient, listener: socket.socket, dra
 
     def request_shutdown(number: int) -> None:
         nonlocal last_s
-        # A signal to every process arrives twice under a launcher: rank 0 forwards it too.
-        if loop.time() - last_s >= _SAME_SIGNAL_S:
+        if not signals or (not has_launcher and loop.time() - last_s >= _SAME_SIGNAL_S):
             signals.append(number)
         last_s = loop.time()
         engine.drain()
