@@ -56,7 +56,9 @@ class Answer:
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
+        self.last_token_s: list[float | None] = [None] * request.params.n  # by choice
+        # Seconds from the first token of a choice to its last one, summed over the choices.
+        self.decode_s = 0.0
         self._n_scored_rerun = 0  # of `prompt_logprobs`, by the current engine
         self._cancel = cancel
         self._emitted = [_Emitted() for _ in range(request.params.n)]
@@ -123,8 +125,10 @@ class Answer:
         if new is None:
             return None
         if new.tokens:
-            self.last_token_s = time.monotonic()
-            self.first_token_s = self.first_token_s or self.last_token_s
+            now, before_s = time.monotonic(), self.last_token_s[new.choice]
+            self.last_token_s[new.choice] = now
+            self.first_token_s = self.first_token_s or now
+            self.decode_s += 0.0 if before_s is None else now - before_s
         self._unread.append(new)
         self._has_news.set()
         if len(self._unread) > MAX_UNREAD:

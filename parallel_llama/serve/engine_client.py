@@ -375,7 +375,7 @@ class EngineClient:
         match message:
             case wire.Stepped():
                 self.last_step = message
-                self.metrics.stepped(message)
+                self.metrics.stepped(message, self._probe_key)
                 for key in message.begun:
                     if (answer := self._answers.get(key)) is not None:
                         answer.start()
@@ -422,10 +422,11 @@ class EngineClient:
             self._resume()
 
     def _on_output(self, answer: Answer, output: wire.Output) -> None:
-        before_s, is_counted = answer.last_token_s, answer.key != self._probe_key
+        is_first, before_s = answer.first_token_s is None, answer.last_token_s[output.choice]
+        is_counted = answer.key != self._probe_key
         new = answer.put(output)
         if new is not None and is_counted:
-            self.metrics.emitted(answer, new, before_s)
+            self.metrics.emitted(answer, new, before_s, is_first=is_first)
         if answer.has_ended:
             self._forget(answer.key)
             if answer.n_engines > 1:  # choices that had ended in an earlier engine may still run

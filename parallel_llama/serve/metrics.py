@@ -1,5 +1,8 @@
 """Counters and histograms of requests and steps; `status.EngineCollector` exports them.
 
+A request for several choices counts once in the times of requests, from its first token of any
+choice to the end of its last choice. The time between two tokens is that of one choice.
+
 Source: the metrics page of vLLM's documentation, for the names.
 """
 
@@ -111,22 +114,30 @@ class Metrics:
         """Counts a request that was not admitted; `reason` is busy or not_ready."""
         self._count("rejected_requests", 1, reason)
 
-    def stepped(self, message: Stepped) -> None:
+    def stepped(self, message: Stepped, probe_key: int | None) -> None:
+        """Counts a step, and its tokens except those of the probe, a request of the server."""
         self._observe("step_seconds", message.step_s)
-        n_drawn = sum(len(output.tokens) for output in message.outputs)
+        n_drawn = sum(len(each.tokens) for each in message.outputs if each.key != probe_key)
         if n_drawn:
             self._observe("iteration_tokens_total", n_drawn)
             self._count("generation_tokens", n_drawn)
             self.token_rate.add(n_drawn)
 
-    def emitted(self, answer: Answer, output: Output, previous_token_s: float | None) -> None:
-        """Counts an answer's output; `previous_token_s` is the time of the tokens before it."""
-        if output.tokens and answer.last_token_s is not None:
-            if previous_token_s is None:
-                first_s = answer.last_token_s - answer.submitted_s
-                self._observe("time_to_first_token_seconds", first_s)
-            else:
-                self._observe("inter_token_latency_seconds", answer.last_token_s - previous_token_s)
+    def emitted(
+        self, answer: Answer, output: Output, previous_token_s: float | None, *, is_first: bool
+    ) -> None:
+        """Counts an answer's output.
+
+        Args:
+            previous_token_s: the time of the last tokens of the same choice before this output.
+            is_first: whether no choice had tokens before this output.
+        """
+        token_s = answer.last_token_s[output.choice]
+        if output.tokens and token_s is not None:
+            if is_first:
+                self._observe("time_to_first_token_seconds", token_s - answer.submitted_s)
+            if previous_token_s is not None:
+                self._observe("inter_token_latency_seconds", token_s - previous_token_s)
         if output.completion is not None:
             self._count("request_success", 1, output.completion.finish_reason)
             self._observe("request_generation_tokens", len(output.completion.tokens))
@@ -143,8 +154,10 @@ class Metrics:
             self._observe("request_prefill_time_seconds", first_s - started_s)
         if first_s is not None:
             self._observe("request_decode_time_seconds", now - first_s)
-            if (n_after := answer.n_tokens - answer.request.params.n) > 0:
-                self._observe("request_time_per_output_token_seconds", (now - first_s) / n_after)
+            n_first = sum(token_s is not None for token_s in answer.last_token_s)
+            if n_after := answer.n_tokens - n_first:
+                per_token_s = answer.decode_s / n_after
+                self._observe("request_time_per_output_token_seconds", per_token_s)
 
     def mismatched(self) -> None:
         """Counts an engine failure because ranks sampled different tokens."""

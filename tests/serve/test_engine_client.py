@@ -5,12 +5,16 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from parallel_llama.engine.statistics import EngineStatistics, StepTimes
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.serve import answer as answers
+from parallel_llama.serve import metrics
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.engine_client import (
     WRONG_USE,
@@ -20,7 +24,7 @@ from parallel_llama.serve.engine_client import (
     NotReady,
     UnknownModel,
 )
-from parallel_llama.serve.metrics import Metrics
+from parallel_llama.serve.metrics import SHORT_WINDOW_S, Metrics
 from parallel_llama.serve.wire import (
     AdapterChanged,
     Cancel,
@@ -88,6 +92,12 @@ def step(key: int, *tokens: int, ends: bool = False) -> Stepped:
     completion = Completion(0, "x", tokens, "length", 2) if ends else None
     output = Output(key, 0, tokens, "x" * len(tokens), (), completion)
     return Stepped((output,), (), 0.01, STATISTICS)
+
+
+def measured(client: EngineClient) -> dict[str, float]:
+    """The metrics of a client, except those with more than one value."""
+    samples = [sample for family in client.metrics.collect() for sample in family.samples]
+    return {each.name: each.value for each in samples if len(each.labels) == 1}
 
 
 @asynccontextmanager
@@ -273,6 +283,48 @@ async def test_idle_engine_is_probed_and_stays_ready_when_it_steps():
         while client.step_age_s is None or client.step_age_s > 0.5:
             await asyncio.sleep(0.01)
         assert client.is_ready and client.n_choices == 0 and len(engines) == 1
+
+
+async def test_tokens_of_probes_are_not_counted_in_the_metrics():
+    """Regression: an idle server generated a token every 5 s, according to its metrics."""
+    async with playing(step_timeout_s=2) as (client, engines, _):
+        engine = await ready(client, engines)
+        probe = await engine.hear()
+        answer = submit(client, request())
+        outputs = (*step(probe.key, 1, ends=True).outputs, *step(answer.key, 5, 6).outputs)
+        engine.say(Stepped(outputs, (), 0.01, STATISTICS))
+        await anext(answer.outputs())
+        counted = measured(client)
+        assert counted["generation_tokens_total"] == counted["iteration_tokens_total_sum"] == 2
+        assert counted["prompt_tokens_total"] == 2 and counted["step_seconds_count"] == 1
+        assert client.metrics.token_rate.per_s() == 2 / SHORT_WINDOW_S
+
+
+async def test_times_between_tokens_are_those_of_one_choice(monkeypatch):
+    """Regression: they were those between two tokens of any choices, so half of them were 0."""
+    now_s = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    for module in (answers, metrics):
+        monkeypatch.setattr(module, "time", clock)
+    async with playing() as (client, engines, _):
+        engine = await ready(client, engines)
+        answer = submit(client, request(n=2))
+        emitted = answer.outputs()
+        for gap_s, ends in ((0.5, False), (0.25, False), (0.25, True)):
+            now_s += gap_s
+            (output,) = step(answer.key, 5, ends=ends).outputs
+            both = tuple(msgspec.structs.replace(output, choice=choice) for choice in range(2))
+            engine.say(Stepped(both, (), 0.01, STATISTICS))
+            assert len(await anext(emitted)) == 2
+    for name, count, total_s in (
+        ("time_to_first_token_seconds", 1, 0.5),
+        ("inter_token_latency_seconds", 4, 1.0),
+        ("request_time_per_output_token_seconds", 1, 0.25),
+        ("request_decode_time_seconds", 1, 0.5),
+        ("e2e_request_latency_seconds", 1, 1.0),
+    ):
+        found = measured(client)
+        assert (found[f"{name}_count"], found[f"{name}_sum"]) == (count, total_s), name
 
 
 async def test_too_many_engine_restarts_end_client_and_requests():
