@@ -19,6 +19,9 @@ _SAME_NAME = (
     "skip_special_tokens", "include_stop_str_in_output", "cache_salt",
 )  # fmt: skip
 
+# Fields that have no effect on greedy requests.
+_FILTERS = "top_p", "top_k", "min_p"
+
 _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
@@ -45,19 +48,33 @@ def sampling_params(
     }
     if body.logit_bias:
         overrides["logit_bias"] = {_token(text): bias for text, bias in body.logit_bias.items()}
-    return inputs.sampling_params(
+    params = inputs.sampling_params(
         **overrides,
         max_tokens=max_tokens,
         grammar=grammar,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+    if params.is_greedy and body.temperature is None:
+        for name in overrides.keys() & set(_FILTERS):
+            _warn_of_idle_filter(name)
+    return params
 
 
 @lru_cache(maxsize=64)
 def log_ignored(name: str) -> None:
     """Logs that a field is ignored, once per name."""
     logger.info("ignored a field that has no effect", extra={"fields": {"field": name}})
+
+
+@lru_cache
+def _warn_of_idle_filter(name: str) -> None:
+    """Warns that a filter has no effect, once per filter."""
+    logger.warning(
+        "the model's default temperature is 0, so this field has no effect in requests without "
+        "temperature",
+        extra={"fields": {"field": name}},
+    )
 
 
 def grammar_of(body: bodies.SamplingBody) -> Grammar | None:

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from canary import Canary
 from msgspec import inspect
 from served import Served
 
+from parallel_llama.request import SamplingParams
+from parallel_llama.serve import params
 from parallel_llama.serve.app import OPERATIONS
 from parallel_llama.serve.bodies import (
     MAX_NESTED,
@@ -315,6 +318,27 @@ def test_error_names_its_field_and_code(tiny, body, given, param, code, says, st
     error = require_error(send(tiny, body, data), data)
     assert (error["param"], error["code"]) == (param, code)
     assert says in error["message"]
+
+
+def test_filter_without_effect_on_a_greedy_default_is_logged_once(caplog):
+    """Regression: without temperature, the field was ignored, and nothing said so."""
+    params._warn_of_idle_filter.cache_clear()
+
+    def take(default: float, **fields: object) -> None:
+        inputs = SimpleNamespace(
+            sampling_params=lambda **given: SamplingParams(**{"temperature": default, **given})
+        )
+        body = CompletionBody(prompt="hi", **fields)
+        params.sampling_params(inputs, body, max_tokens=1, grammar=None, logprobs=None)
+
+    take(0.0, temperature=1.0, top_p=0.5)
+    take(0.0, temperature=0.0, top_p=0.5)
+    take(0.5, top_p=0.5)
+    assert not caplog.records
+    for _ in range(2):
+        take(0.0, top_p=0.5, min_p=0.1)
+    assert sorted(record.fields["field"] for record in caplog.records) == ["min_p", "top_p"]
+    assert all("without temperature" in record.message for record in caplog.records)
 
 
 def test_request_that_exceeds_the_kv_cache_gets_context_length_exceeded_code(model):
