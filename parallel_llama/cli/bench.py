@@ -18,6 +18,7 @@ from parallel_llama.cli.model import (
     DEVICE,
     DOWNLOAD,
     EXACT,
+    KV_CACHE_BYTES,
     KV_SPLIT,
     LOG_DIR,
     MEMORY,
@@ -56,7 +57,9 @@ PROMPT_TOKENS: Flag[int] = Flag(
 MAX_TOKENS: Flag[int] = Flag(
     "max-tokens", "new tokens per prompt", token_count(1, MAX_TOKEN_ID), "N", 64
 )
-BATCH: Flag[int] = Flag("batch", "prompts at once", whole(1, MAX_RUNNING), "B", 1)
+BATCH: Flag[int] = Flag(
+    "batch", "prompts at once; the KV cache must hold the batch", whole(1, MAX_RUNNING), "B", 1
+)
 REPEAT: Flag[int] = Flag("repeat", "measured runs, after one warm-up run", whole(1, 1000), "R", 5)
 SLICE: Flag[tuple[int, int] | None] = Flag(
     "slice", "time only rank R's shard of N ranks on this device, with random weights (default "
@@ -107,12 +110,14 @@ def prepare(flags: Flags) -> Job:
     params = SamplingParams(max_tokens=flags[MAX_TOKENS], ignore_eos=True)
     requests = inputs.requests(prompts, params) if leads() else []
 
+    longest = n_tokens + flags[MAX_TOKENS] - 1  # the last token is not cached
+
     def work(llm: "LLM") -> int:
+        _require_room(llm, batch, longest)
         # The first run is a warm-up.
         _, *runs = [_measure(llm, _salted(requests, run)) for run in range(1 + flags[REPEAT])]
         figures = _figures(llm, runs, n_tokens * batch, batch)
         if slice_of is not None:
-            longest = n_tokens + flags[MAX_TOKENS] - 1
             figures |= _slice_figures(llm, slice_of, figures, batch, longest)
         if calibration_file is not None:
             rates = llm.rank_rates()
@@ -124,6 +129,17 @@ def prepare(flags: Flags) -> Job:
     # With draft tokens the number of tokens per step would depend on the random prompts.
     options = {"max_drafts": 0, "slice_of": slice_of}
     return Job(lambda: lead(flags, inputs, work, **options), n_ranks)
+
+
+def _require_room(llm: "LLM", batch: int, n_tokens: int) -> None:
+    """Raises: UsageError if the KV cache does not hold the batch, so that prompts would wait."""
+    n_fitting = llm.engine.capacity.n_full_requests(n_tokens)
+    if n_fitting < batch:
+        raise UsageError(
+            f"--{BATCH.name} {batch}: the KV cache has room for {n_fitting} of {batch} sequences "
+            f"of {counted(n_tokens, 'token')}; lower --{BATCH.name}, --{PROMPT_TOKENS.name} or "
+            f"--{MAX_TOKENS.name}, or enlarge the KV cache with --{KV_CACHE_BYTES.name}"
+        )
 
 
 def _layer_s(llm: "LLM", rates: Sequence["RankRates"]) -> float:
@@ -342,8 +358,8 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, CALIBRATE, JSON, *RANKS,
-        RANDOM_WEIGHTS, DOWNLOAD, MEMORY, CALIBRATION, TIMEOUT, START_TIMEOUT, LOG_DIR,
-        SECRET_FILE,
+        KV_CACHE_BYTES, RANDOM_WEIGHTS, DOWNLOAD, MEMORY, CALIBRATION, TIMEOUT, START_TIMEOUT,
+        LOG_DIR, SECRET_FILE,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

@@ -14,6 +14,7 @@ from parallel_llama.cli.model import (
     ADAPTER,
     ATTENTION_SINKS,
     DRAFTS,
+    KV_CACHE_BYTES,
     LOADING,
     MODEL,
     RANKS,
@@ -387,7 +388,7 @@ VERB = Verb(
     "[MODEL] [flags]",
     (
         *(MODEL, ADAPTER, *DRAFTS, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR),
-        *(*RANKS, ATTENTION_SINKS, *LOADING),
+        *(*RANKS, KV_CACHE_BYTES, ATTENTION_SINKS, *LOADING),
     ),
     "parallel-llama chat --nproc 2",
     prepare,

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Job, Verb
-from parallel_llama.cli.model import ADAPTER, LOADING, MODEL, RANKS, check_model, only_adapter
+from parallel_llama.cli.model import (
+    ADAPTER,
+    KV_CACHE_BYTES,
+    LOADING,
+    MODEL,
+    RANKS,
+    check_model,
+    only_adapter,
+)
 from parallel_llama.cli.parsers import input_file, token_count
 from parallel_llama.cli.prompts import check_tokens
 from parallel_llama.cli.session import lead, leads
@@ -161,7 +169,7 @@ VERB = Verb(
     "score",
     "Prints the log-probabilities and perplexity of a text.",
     "--text-file FILE | --tokens-file FILE [flags]",
-    (TEXT_FILE, TOKENS_FILE, STRIDE, MODEL, ADAPTER, JSON, *RANKS, *LOADING),
+    (TEXT_FILE, TOKENS_FILE, STRIDE, MODEL, ADAPTER, JSON, *RANKS, KV_CACHE_BYTES, *LOADING),
     "parallel-llama score --text-file README.md",
     prepare,
 )

@@ -37,7 +37,7 @@ from parallel_llama.cli.arguments import (
     terminal_width,
 )
 from parallel_llama.cli.main import VERBS, load_verb
-from parallel_llama.cli.model import check_model, rank_count
+from parallel_llama.cli.model import check_model, llm_config, rank_count
 from parallel_llama.cli.parsers import byte_size, plain_text
 from parallel_llama.cli.prompts import gather, read_lines
 from parallel_llama.cli.sampling_flags import given_sampling
@@ -720,6 +720,12 @@ def test_token_count_flags_accept_k_and_m_suffixes(verb, flag):
 def test_kv_cache_bytes_and_memory_accept_the_same_units(text, n_bytes):
     assert parsed(GENERATE, ["--kv-cache-bytes", text])["kv-cache-bytes"] == n_bytes
     assert parsed(load_verb("plan"), ["--memory", text])["memory"] == n_bytes
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "score", "bench"])
+def test_commands_that_load_a_model_accept_kv_cache_bytes(name):
+    flags = parse_flags(load_verb(name), ["--kv-cache-bytes=1G"])
+    assert llm_config(flags).kv_cache_bytes == 1 << 30
 
 
 @given(st.text("0123456789.eE+- kmgtibKMGTIB", max_size=9))

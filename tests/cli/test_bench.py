@@ -89,6 +89,18 @@ def test_prompt_beyond_the_context_is_refused(folder, capsys):
     assert "100000" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_batch_beyond_the_kv_cache_is_refused_before_it_is_measured(folder, nproc):
+    """Regression: some prompts waited for others, and the figures were those of a smaller batch."""
+    asked = ("bench", f"--model={folder}", *SIZES, "--json", f"--nproc={nproc}")
+    for size, code in (("100K", 0), ("10K", 2)):
+        done = run_command(*asked, f"--kv-cache-bytes={size}")
+        assert done.returncode == code, done.stderr
+        assert bool(done.stdout) == (code == 0)
+    assert "--batch 3: the KV cache has room for " in done.stderr
+    assert "of 3 sequences of 14 tokens; lower --batch" in done.stderr
+
+
 def test_plan_reads_calibration_of_quantised_bfloat16_model(tmp_path, capsys):
     """Regression: plan refused the file, because it compared bfloat16 with the dtype of sums."""
     own = ["--model=smollm2", "--dtype=bfloat16", "--quant=int4", "--max-seq-len=64"]
