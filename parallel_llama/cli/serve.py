@@ -33,7 +33,7 @@ from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded, is_folder
 from parallel_llama.parallel.failures import FAILED, report_error
-from parallel_llama.parallel.rank_env import is_started_as_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name
 from parallel_llama.serve.log import FORMATS, log_to_stderr
 
 if TYPE_CHECKING:
@@ -67,9 +67,10 @@ MAX_REQUESTS: Flag[int] = Flag(
     "completions, and 9/8 N for a small request of a client without unfinished completions",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
-RESTARTS: Flag[int] = Flag(
-    "restarts", "maximum restarts of a failed engine within 10 minutes",
-    whole(0, 1000), "K", 3,
+RESTARTS: Flag[int | None] = Flag(
+    "restarts", "maximum restarts of a failed engine within 10 minutes, if this command starts the "
+    "ranks",
+    whole(0, 1000), "K", default_text="3",
 )  # fmt: skip
 DRAIN: Flag[float] = Flag(
     "drain", "how long to wait for running requests after SIGTERM or Ctrl-C",
@@ -81,6 +82,7 @@ LOG_FORMAT: Flag[str] = Flag(
     default="text",
 )  # fmt: skip
 
+_MAX_RESTARTS = 3  # without --restarts
 _ENGINE = "parallel_llama.engine_process"  # the module that the engine's process runs
 _REPORT_MARGIN_S = 5.0  # so that the ranks report a late rank before the frontend stops the engine
 
@@ -110,7 +112,13 @@ def prepare(flags: Flags) -> Job:
             "this machine can use the server"
         )
     listener = bound_socket(flags[HOST], flags[PORT])
+    restarts = flags[RESTARTS]
     if is_started_as_rank():
+        if restarts:
+            warn(
+                f"--{RESTARTS.name} {restarts} has no effect: {launcher_name()} has started the "
+                "ranks, so the server ends if the engine fails"
+            )
         return Job(lambda: _serve_as_rank(flags, inputs, listener, keys), n_ranks)
     config = llm_config(flags, tp_size=n_ranks)
 
@@ -126,7 +134,7 @@ def prepare(flags: Flags) -> Job:
             lambda adapters: EngineChild(
                 _ENGINE, {**config.to_json(), "adapters": dict(adapters)}, flags[LOG_FORMAT]
             ),
-            flags[RESTARTS],
+            _MAX_RESTARTS if restarts is None else restarts,
         )
 
     return Job(run)
