@@ -127,7 +127,7 @@ def prepare(flags: Flags) -> Job:
         return 0
 
     # With draft tokens the number of tokens per step would depend on the random prompts.
-    options = {"max_drafts": 0, "slice_of": slice_of}
+    options: dict[str, Any] = {"max_drafts": 0, "slice_of": slice_of}
     return Job(lambda: lead(flags, inputs, work, **options), n_ranks)
 
 

@@ -53,7 +53,7 @@ def prepare(flags: Flags) -> Job:
     adapter = model.only_adapter(flags)
     inputs, n_ranks = model.check_model(flags)
     device = model.device_kind(flags[model.DEVICE], n_ranks)
-    ranks: dict[str, int] = {}
+    ranks: dict[str, Any] = {}
     warn_of_host(flags, flags[model.MODEL], inputs.files, inputs.args, n_ranks)
 
     def run() -> int:

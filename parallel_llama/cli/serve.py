@@ -1,11 +1,13 @@
 """`serve`: runs an OpenAI-compatible HTTP server."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +29,7 @@ from parallel_llama.cli.model import (
     llm_config,
 )
 from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
-from parallel_llama.cli.session import lead, leads
-from parallel_llama.cli.terminal import DIM, painted
+from parallel_llama.cli.session import lead, leads, show_line
 from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded, is_folder
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor
     from parallel_llama.llm import LLM
     from parallel_llama.serve.engine_child import AttachedEngine, EngineChild
+
+logger = logging.getLogger(__name__)
 
 HOST: Flag[str] = Flag("host", "address to listen on", filled_text, "ADDRESS", "127.0.0.1")
 PORT: Flag[int] = Flag("port", "port to listen on; 0 for any free port", whole(0, 65535), "N", 8000)
@@ -125,7 +128,7 @@ def prepare(flags: Flags) -> Job:
     def run() -> int:
         from parallel_llama.serve.engine_child import EngineChild
 
-        print(painted(f"loading {flags[MODEL]}", DIM, sys.stderr), file=sys.stderr, flush=True)
+        _show(flags, f"loading {flags[MODEL]}")
         return _run_frontend(
             flags,
             inputs,
@@ -179,8 +182,8 @@ def _run_frontend(
         host, port = listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         n_ranks, dtype = len(loaded.ranks), in_dtype(loaded.dtype, loaded.quant)
-        line = f"serving {names[0]} at http://{host}:{port} ({counted(n_ranks, 'rank')}"
-        print(f"{line}, {dtype})", file=sys.stderr, flush=True)
+        line = f"serving {names[0]} at http://{host}:{port} ({counted(n_ranks, 'rank')}, {dtype})"
+        _show(flags, line, partial(print, file=sys.stderr, flush=True))
 
     engine.on_loaded = announce
     root = flags[ADAPTER_ROOT]
@@ -228,11 +231,19 @@ def _serve_as_rank(
         return 0
 
     try:
-        code = lead(flags, inputs, work)
+        code = lead(flags, inputs, work, show=partial(_show, flags))
     finally:
         engine_socket.close()  # ends the HTTP server if `lead` has failed
         _, status = os.waitpid(frontend_pid, 0)  # the port must be free when this process exits
     return code or _frontend_code(status)
+
+
+def _show(flags: Flags, line: str, show_text: Callable[[str], None] = show_line) -> None:
+    """Writes a line about the start to stderr, or to the log with --log-format json."""
+    if flags[LOG_FORMAT] == "json":
+        logger.info(line)
+    else:
+        show_text(line)
 
 
 def _frontend_code(status: int) -> int:

@@ -90,12 +90,23 @@ def leads() -> bool:
     return rank == 0
 
 
+def show_line(line: str) -> None:
+    """Prints a line to stderr, dimmed."""
+    print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
+
+
 def lead(
-    flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **settings: Any
+    flags: Flags,
+    inputs: InputProcessor,
+    work: Callable[["LLM"], int],
+    *,
+    show: Callable[[str], None] = show_line,
+    **settings: Any,
 ) -> int:
     """Loads the model, runs `work` on rank 0 with the other ranks, and returns `work`'s exit code.
 
-    `settings` are fields of LLMConfig without a flag. Ranks > 0 do not return.
+    `show` is called with the capacity of the KV cache, in one line. `settings` are fields of
+    LLMConfig without a flag. Ranks > 0 do not return.
 
     Collective: every rank of the command calls it.
     """
@@ -134,8 +145,7 @@ def lead(
             on_graph=show_graph,
         )
     with llm:
-        line = capacity_line(llm.engine.capacity, llm.input_processor.max_seq_len)
-        print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
+        show(capacity_line(llm.engine.capacity, llm.input_processor.max_seq_len))
         interruptions = Interruptions()
         code = work(llm)
         if (n_threads := torch.get_num_threads()) > 1 and interruptions.have_shared_cores():

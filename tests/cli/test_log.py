@@ -2,9 +2,11 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
+from served import ONLY_RANK, Served
 
 from parallel_llama.serve.log import log_to_stderr
 
@@ -44,3 +46,16 @@ def test_json_log_line_contains_all_fields_of_an_event(said):
     assert line.isascii() and "\\u001b" in line
     assert event["event"] == "answered" and event["level"] == "info"
     assert (event["request_id"], event["total_s"], event["path"]) == ("id-1", 0.5, HOSTILE)
+
+
+@pytest.mark.parametrize(("env", "first"), [(None, "loading "), (ONLY_RANK, "KV cache: ")])
+def test_lines_of_the_start_are_json_too(model: Path, env: Mapping[str, str] | None, first: str):
+    """Regression: the model, the capacity and the address were plain text between JSON lines."""
+    flags = f"--model={model}", "--served-model-name=m", "--log-format=json"
+    with Served(*flags, env=env) as served:
+        served.post("/v1/completions", prompt="a", max_tokens=1)
+    events = [json.loads(line) for line in served.lines]
+    assert all(event.keys() >= {"time", "level", "logger", "event"} for event in events)
+    starting, serving, answered = (event["event"] for event in events)
+    assert starting.startswith(first) and serving.startswith("serving m at http://")
+    assert answered == "answered"

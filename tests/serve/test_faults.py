@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from commands import run_command
-from served import Served
+from served import ONLY_RANK, Served
 from tiny_folder import write_endless_folder
 
 from parallel_llama.serve import server
@@ -57,12 +57,6 @@ def restarting(folder: Path) -> Iterator[Served]:
 # long before each further restart.
 restarted = pytest.fixture(restarting, scope="module")
 unstuck = pytest.fixture(restarting, scope="module")
-
-
-def as_rank() -> dict[str, str]:
-    """The environment of the only rank of a launcher."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
-    return {**os.environ, **alone}
 
 
 def rank_pids(served: Served) -> list[int]:
@@ -315,7 +309,7 @@ def test_sigterm_under_torchrun_lets_requests_finish(folder):
 
 def test_late_second_sigterm_under_a_launcher_does_not_end_the_drain(folder):
     """Regression: rank 0 forwards a signal after a step, and a long step made it a second one."""
-    with Served("--model", str(folder), "--drain=1000", env=as_rank()) as served:
+    with Served("--model", str(folder), "--drain=1000", env=ONLY_RANK) as served:
         with endless(served):
             for _ in range(2):
                 served.process.send_signal(signal.SIGTERM)
@@ -329,7 +323,7 @@ def test_late_second_sigterm_under_a_launcher_does_not_end_the_drain(folder):
 
 def test_killed_http_server_under_a_launcher_is_reported(folder):
     """Regression: rank 0 exited with 0 and without a message."""
-    with Served("--model", str(folder), "--restarts=2", env=as_rank()) as served:
+    with Served("--model", str(folder), "--restarts=2", env=ONLY_RANK) as served:
         assert "--restarts 2 has no effect: torchrun has started the ranks" in served.stderr
         children = psutil.Process(served.process.pid).children()
         (frontend,) = (

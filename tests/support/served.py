@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,14 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 250.0
+# The environment of the only rank of a launcher.
+ONLY_RANK = {
+    **os.environ,
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29517",
+}
 
 
 class Served:
