@@ -17,6 +17,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from parallel_llama.errors import UsageError, shown
 from parallel_llama.llm import LLM
 from parallel_llama.request import Completion, SamplingParams
+from parallel_llama.tokenizer import Chat, ChatTemplate
+from parallel_llama.tokenizer.jinja_chat import JinjaChat
 
 MAX_GEN_TOKS = 256
 _MAX_TOKENS = "max_gen_toks", "max_new_tokens", "max_completion_tokens", "max_tokens"
@@ -69,7 +71,60 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        return self.llm.get_tokenizer().encode(string, bos=bool(add_special_tokens))
+        """Token ids of a text.
+
+        By default they start with bos if the model's own tokenizer adds it, but not twice: the text
+        of a chat template has it already.
+        """
+        tokenizer = self.llm.get_tokenizer()
+        if add_special_tokens is None:
+            add_special_tokens = not tokenizer.begins_with_prefix(string)
+        return tokenizer.encode(string, bos=add_special_tokens)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The part of the harness's cache keys that stands for the tokenizer and its template."""
+        return str(self.llm.input_processor.files.path).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The source of the template, for the harness's results; "" for a built-in format.
+
+        Raises: UsageError for a model without a template, and for the name of another template.
+        """
+        if isinstance(chat_template, str) and chat_template != "default":
+            raise UsageError(
+                f"--apply_chat_template {chat_template!r}: only the model's default chat template "
+                "is supported; give the option without a name"
+            )
+        return self._chat_template().template_text
+
+    def apply_chat_template(
+        self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, up to the beginning of the assistant's next answer.
+
+        Args:
+            add_generation_prompt: if false, the last message begins the next answer. As in the
+                harness's other models, system messages are dropped if the template has none.
+
+        Raises: UsageError for a model without a template, or messages that it refuses.
+        """
+        template = self._chat_template()
+        if not template.takes_system:
+            chat_history = [each for each in chat_history if each["role"] != "system"]
+        chat = Chat(chat_history, continues=not add_generation_prompt)
+        if isinstance(template, JinjaChat):
+            return template.render(chat)
+        return self.llm.get_tokenizer().decode(template.encode(chat), skip_special=False)
+
+    def _chat_template(self) -> ChatTemplate:
+        template = self.llm.input_processor.chat_template
+        if template is None:
+            raise UsageError(
+                f"{self.llm.input_processor.files.path} has no chat template, so it is not a chat "
+                "model; run without --apply_chat_template"
+            )
+        return template
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Log-likelihoods of whole texts, in windows of the context's length."""
@@ -77,7 +132,8 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
 
     def _rolling(self, text: str) -> float:
         windows = get_rolling_token_windows(
-            token_list=self.tok_encode(text),
+            # The prefix token is bos, which is not scored.
+            token_list=self.tok_encode(text, add_special_tokens=False),
             prefix_token=self.prefix_token_id,
             # Less one token of context and one token that is drawn.
             max_seq_len=self.max_length - 2,

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 from served import Served
 from smollm2 import parallel_llama
+from tiny_folder import TEMPLATE
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.tokenizer import load_tokenizer
+from parallel_llama.request import SamplingParams
+from parallel_llama.tokenizer import Chat, load_tokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -61,7 +63,7 @@ def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def evaluate(folder, model, arguments, monkeypatch, tmp_path):
+def evaluate(folder, model, arguments, monkeypatch, tmp_path, **settings):
     """The results of both tasks, and all log-likelihoods of each task in order."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
@@ -76,6 +78,7 @@ def evaluate(folder, model, arguments, monkeypatch, tmp_path):
         tasks=list(TASKS),
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,
+        **settings,
     )
     likelihoods = {
         task: [one for sample in samples for one in sample["filtered_resps"]]
@@ -106,6 +109,57 @@ def test_harness_in_process_and_over_http_matches_score(folder, monkeypatch, tmp
     file.write_text(json.dumps(sequences))
     lines = parallel_llama("score", f"--tokens-file={file}", "--nproc=2", "--dtype=float32")
     assert likelihoods["own_prose"] == [sum(line["logprobs"][1:]) for line in lines]
+
+
+def test_texts_start_with_bos_if_the_tokenizer_adds_it(model):
+    """Regression: no text had bos, so results differed from those of the harness's `hf`."""
+    from parallel_llama.lm_eval import ParallelLlama
+
+    lm = ParallelLlama(str(model), dtype="float32")
+    bos, hello, there = (lm.tok_encode(text, False) for text in ("<|begin|>", "Hello", " there"))
+    assert lm.tok_encode("Hello") == lm.tok_encode("<|begin|>Hello") == bos + hello
+    scored = lm.llm.score([bos + hello + there])[0]
+    ((likelihood, _),) = lm.loglikelihood([SimpleNamespace(args=("Hello", " there"))])
+    assert likelihood == sum(scored[len(hello) :])
+    # A whole text has a single bos, which is not scored.
+    (whole,) = lm.loglikelihood_rolling([SimpleNamespace(args=("Hello there",))])
+    assert whole == sum(scored)
+    settings = {"max_gen_toks": 4}
+    (text,) = lm.generate_until([SimpleNamespace(args=("Hello", settings))])
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    assert text == lm.llm.generate("Hello", greedy)[0].text
+    lm.llm.close()
+
+
+def test_chat_template_of_the_model_is_applied(folder, model, monkeypatch, tmp_path):
+    """Regression: --apply_chat_template ended in a NotImplementedError of the harness."""
+    from parallel_llama.lm_eval import ParallelLlama
+
+    arguments = {"model": str(model), "dtype": "float32"}
+    settings = {"apply_chat_template": True, "system_instruction": "Be brief."}
+    _, likelihoods = evaluate(
+        folder, "parallel_llama", arguments, monkeypatch, tmp_path, **settings
+    )
+    lm = ParallelLlama(**arguments)
+    messages = [{"role": "system", "content": "Be brief."}]
+    messages += [{"role": "user", "content": QUESTIONS[0]["question"]}]
+    context = list(lm.llm.input_processor.encode(Chat(messages)))
+    text = lm.apply_chat_template(messages)
+    assert lm.tok_encode(text) == context
+    (scored,) = lm.llm.score([context + lm.tok_encode("Oslo", add_special_tokens=False)])
+    # The harness also scores the space at the end of the template's text.
+    assert likelihoods["own_questions"][0][0] == sum(scored[-len(" Oslo") :])
+
+    begun = [*messages, {"role": "assistant", "content": "It is"}]
+    assert lm.apply_chat_template(begun, add_generation_prompt=False) == f"{text}It is"
+    assert lm.chat_template(True) == TEMPLATE
+    assert "/" not in lm.tokenizer_name
+    with pytest.raises(UsageError, match="'tool_use': only the model's default chat template"):
+        lm.chat_template("tool_use")
+    lm.llm.input_processor.chat_template = None
+    with pytest.raises(UsageError, match=r"no chat template.* run without --apply_chat"):
+        lm.chat_template(True)
+    lm.llm.close()
 
 
 def test_generate_until_applies_stop_strings_and_max_tokens():

@@ -139,7 +139,7 @@ class JinjaChat:
         text = self.render(chat, cut)
         pieces = text.split(cut) if cut else [text]
         return self._tokenizer.encode_pieces(
-            pieces, bos=self._adds_bos and not self._begins_with_bos(text)
+            pieces, bos=self._adds_bos and not self._tokenizer.begins_with_prefix(text)
         )
 
     def render(self, chat: Chat, cut: str = "") -> str:
@@ -335,12 +335,6 @@ class JinjaChat:
     @cached_property
     def _beginnings(self) -> frozenset[str]:
         return frozenset(text[:n] for text in self._markup for n in range(1, len(text)))
-
-    def _begins_with_bos(self, text: str) -> bool:
-        bos_id = self._tokenizer.bos_id
-        return bos_id is not None and text.startswith(
-            self._tokenizer.decode([bos_id], skip_special=False)
-        )
 
 
 def _lacks_fields(tool: Mapping[str, Any]) -> bool:

@@ -115,6 +115,10 @@ class Tokenizer(ABC):
             ) from error
         return [*(self._prefix if bos else ()), *self._encoded(text, special)]
 
+    def begins_with_prefix(self, text: str) -> bool:
+        """Whether a text has the prefix already, as texts of many chat templates do."""
+        return text.startswith(self.decode(self._prefix, skip_special=False))
+
     def encode_pieces(self, pieces: Sequence[str], *, bos: bool = True) -> list[int]:
         """Token ids of a text given in pieces; no token spans two pieces.
 
