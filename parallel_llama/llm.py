@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -473,8 +473,15 @@ class LLM:
         if self.ranks.setup.config.elastic:  # the group, and its communicator, may change
             yield
             return
-        with self.engine.comm.computing():
+        context = ExitStack()
+        try:
+            with self._turn():
+                context.enter_context(self.engine.comm.computing())
             yield
+        finally:
+            if not self.ranks.is_forked:
+                with self._turns.turn(), _delayed_signals(self.ranks.setup.size > 1):
+                    context.close()
 
     def lend(self) -> None:
         """Let another object step the engine, and refuse all calls until `take_back`.

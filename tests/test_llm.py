@@ -733,7 +733,10 @@ def test_ranks_survive_a_time_limit_by_sigalrm(model):
 
 
 def test_only_an_unattended_program_has_a_time_limit_between_steps(model):
-    """Regression: `generate --output` that hung between two steps was not ended."""
+    """Regression: `generate --output` that hung between two steps was not ended.
+
+    After two contexts that overlapped, as in two threads, an idle program was ended.
+    """
 
     def pause(own: LLM) -> str:
         pieces = own.stream("Hello", LONGER)
@@ -742,6 +745,8 @@ def test_only_an_unattended_program_has_a_time_limit_between_steps(model):
         return text + "".join(pieces)
 
     with LLM(str(model), tp_size=2, timeout_s=1) as own:
+        with ExitStack() as second, own.unattended():
+            second.enter_context(own.unattended())
         text = pause(own)
         assert text == own.generate("Hello", LONGER)[0].text
         with own.unattended(), pytest.raises(RankError, match="rank 0 of 2 is late"):

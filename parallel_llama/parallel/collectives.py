@@ -68,7 +68,7 @@ class Communicator(Protocol):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """A context in which this rank computes, and does not wait for user input; may be nested.
+        """A context in which this rank computes, and does not wait for user input; may overlap.
 
         Meanwhile, the time limit of the other ranks applies even to a `broadcast` with
         `no_timeout`, except between ranks that are connected through gloo alone.

@@ -10,7 +10,7 @@ of rank 0, which the other ranks open through /proc; the kernel frees it when th
 Layout of the memory:
 
     header   one line per rank: the number of phases that it has published, the signatures of its
-             last two exchanges, keepalives, finished exchanges, whether it is in `computing`
+             last two exchanges, keepalives, finished exchanges, open contexts of `computing`
     slots    two per rank, used alternately
 
 A collective is one or more exchanges, and an exchange has these steps: copy the values of this rank
@@ -381,12 +381,11 @@ class SharedMemory(Communicator):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        before = self._cells[self._own_line + _COMPUTING]
-        self._cells[self._own_line + _COMPUTING] = 1
+        self._cells[self._own_line + _COMPUTING] += 1
         try:
             yield
         finally:
-            self._cells[self._own_line + _COMPUTING] = before
+            self._cells[self._own_line + _COMPUTING] -= 1
 
     def keepalive(self) -> None:
         self._cells[self._own_line + _KEEPALIVES] += 1

@@ -110,8 +110,8 @@ _HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 # the rank that detected the failure (the finder), and the failed rank (the culprit).
 _FAILURE = 7 << 60
 # Notes: messages without values, between exchanges. A rank that is still loading sends keepalives
-# to ranks at a barrier. A rank sends _COMPUTING + 1 when it enters `computing`. It sends _COMPUTING
-# when it leaves, unless an exchange has followed: then the others have forgotten the first note.
+# to ranks at a barrier. A rank sends _COMPUTING + 1 when it enters the first open context of
+# `computing`, and _COMPUTING when it leaves the last one.
 _KEEPALIVE, _COMPUTING = 6 << 60, 5 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16
@@ -252,7 +252,8 @@ class Sockets(Communicator):
         self._signature, self._n_own_bytes = 0, 0  # of this rank's message in the current exchange
         self._busy = False
         self._keepalive_s, self._n_notes = 0.0, 0  # when a keepalive was sent; notes received
-        self._computing = set[int]()  # ranks in `computing`, by their notes since the last exchange
+        self._computing = set[int]()  # ranks in `computing`, by their notes
+        self._n_computing = 0  # open contexts of `computing` of this rank
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -313,13 +314,14 @@ class Sockets(Communicator):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        n_finished = self._n_finished
-        self._send_note(_COMPUTING + 1)
+        self._n_computing += 1
+        if self._n_computing == 1:
+            self._send_note(_COMPUTING + 1)
         try:
             yield
         finally:
-            # After an exchange, the other ranks have forgotten the first note.
-            if self._n_finished == n_finished and not self._busy:
+            self._n_computing -= 1
+            if not self._n_computing and not self._busy:
                 self._send_note(_COMPUTING)
 
     def keepalive(self) -> None:
@@ -438,7 +440,6 @@ class Sockets(Communicator):
         header[_EXCHANGE] = self._n_finished + 1  # last; see _require_same_on_host
         for rank in self._sockets:
             self._cells[rank * CELLS + SENT] = self._cells[rank * CELLS + RECEIVED] = 0
-        self._computing.clear()
         self._n_own_bytes = HEADER_BYTES + (0 if values is None else values.nbytes)
         self._finish(expected, receivers, limit_s, self._tries)
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -259,12 +260,28 @@ def compute_and_idle(comm: Communicator) -> None:
     time.sleep(4)
 
 
+def overlap_and_idle(comm: Communicator) -> None:
+    """As two threads: the context that was entered first is left first."""
+    with ExitStack() as second, comm.computing():
+        second.enter_context(comm.computing())
+    time.sleep(4)
+
+
+def step_and_hang(comm: Communicator) -> None:
+    with comm.computing():
+        with comm.computing():
+            comm.broadcast(torch.zeros(1), no_timeout=True)
+        time.sleep(SILENCE_S)
+
+
 def wait_for_rank_0(comm: Communicator, what_it_does: Callable[[Communicator], None]) -> str:
     comm.barrier()
     if comm.rank == 0:
         what_it_does(comm)
     call_late_after(comm, 1.5)
     try:
+        if what_it_does is step_and_hang:
+            comm.broadcast(torch.zeros(1), no_timeout=True)
         comm.broadcast(torch.zeros(1), no_timeout=True)
     except RankError as error:
         return str(error)
@@ -283,9 +300,12 @@ def test_stopped_rank_is_late_even_without_timeout():
     [
         (compute_for_long, [0], "rank 0 of 2 is late: no progress for 1.5 s"),
         (compute_and_idle, [], "it came"),
+        (overlap_and_idle, [], "it came"),
+        (step_and_hang, [0], "rank 0 of 2 is late: no progress for 1.5 s"),
     ],
 )
 def test_no_timeout_wait_limits_computing_but_not_idling(what_it_does, lost, outcome):
+    """Regression: after two contexts that overlapped, an idle rank was late."""
     with Ranks(2, shared_memory=True) as pool:
         assert pool.outcomes(wait_for_rank_0, what_it_does, lost=lost)[1].startswith(outcome)
 

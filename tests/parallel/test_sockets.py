@@ -19,7 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import SOON_S, Ranks
-from test_shared_memory import compute_and_idle, compute_for_long, wait_for_rank_0
+from test_shared_memory import (
+    compute_and_idle,
+    compute_for_long,
+    overlap_and_idle,
+    step_and_hang,
+    wait_for_rank_0,
+)
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps
@@ -152,9 +158,12 @@ def wait_over_sockets(group: Communicator, what_rank_0_does: Callable[[Communica
     [
         (compute_for_long, [0], "rank 0 of 3 is late: no progress for 1.5 s"),
         (compute_and_idle, [], "it came"),
+        (overlap_and_idle, [], "it came"),
+        (step_and_hang, [0], "rank 0 of 3 is late: no progress for 1.5 s"),
     ],
 )
 def test_no_timeout_wait_limits_computing_but_not_idling(what_rank_0_does, lost, outcome):
+    """Regression: the first step in a context ended the context for the other ranks."""
     with Ranks(3, False) as pool:
         outcomes = pool.outcomes(wait_over_sockets, what_rank_0_does, lost=lost)
         assert all(each.startswith(outcome) for each in outcomes[1:])
