@@ -486,12 +486,14 @@ class LLM:
     def lend(self) -> None:
         """Let another object step the engine, and refuse all calls until `take_back`.
 
+        A step or call that runs in another thread ends first.
+
         Raises: UsageError if it is lent already, has unfinished requests, or is closed.
         """
-        self._require_usable()
-        if len(self._loop):
-            raise UsageError("this LLM has unfinished requests; finish or close their streams")
-        self._is_lent = True
+        with self._turn():
+            if len(self._loop):
+                raise UsageError("this LLM has unfinished requests; finish or close their streams")
+            self._is_lent = True
 
     def take_back(self) -> None:
         """Take calls again, after `lend`."""

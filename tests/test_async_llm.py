@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -322,6 +323,25 @@ async def test_llm_refuses_calls_until_its_async_llm_is_closed(llm):
         with pytest.raises(UsageError, match="close the AsyncLLM first"):
             AsyncLLM(llm)
     assert len(llm.generate("Hello", PARAMS)) == 1
+
+
+async def test_async_llm_waits_for_a_call_of_another_thread(llm, monkeypatch):
+    """Regression: both used the engine at the same time."""
+    forward, begun, is_lent = llm.engine.runner.forward, threading.Event(), threading.Event()
+
+    def slow_forward(*args):
+        begun.set()
+        assert not is_lent.wait(0.5)
+        return forward(*args)
+
+    expected = llm.score([[5, 6, 7]])
+    monkeypatch.setattr(llm.engine.runner, "forward", slow_forward)
+    with ThreadPoolExecutor() as pool:
+        scored = pool.submit(llm.score, [[5, 6, 7]])
+        assert begun.wait(LIMIT_S)
+        async with serving(llm):
+            is_lent.set()
+            assert scored.result() == expected
 
 
 async def test_invalid_prompts_and_grammars_are_refused_on_submit(llm):
