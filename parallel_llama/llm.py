@@ -316,7 +316,8 @@ class LLM:
 
         A sequence longer than the context is scored in windows of the length of the context. The
         probability of a token is conditioned on the preceding tokens of the first window that
-        contains it.
+        contains it. Between two windows other threads get their turn. While unfinished requests
+        hold too much of the KV cache, this call steps them.
 
         Args:
             sequences: lists or arrays of token ids.
@@ -329,7 +330,6 @@ class LLM:
             and for an adapter that is not loaded.
         """
         self._require_usable()
-        self.engine.require_adapter(adapter)
         max_tokens = self.input_processor.longest
         stride = max(max_tokens // 2, 1) if stride is None else stride
         if not 1 <= stride < max(max_tokens, 2):
@@ -346,12 +346,28 @@ class LLM:
                 checked.append(tokens)
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
-        return [
-            self._score(
-                tokens, rank_rpc.windows(len(tokens), max_tokens, stride), on_tokens, adapter
-            )
-            for tokens in checked
-        ]
+        with self._adapter_held(adapter):
+            return [
+                self._score(
+                    tokens, rank_rpc.windows(len(tokens), max_tokens, stride), on_tokens, adapter
+                )
+                for tokens in checked
+            ]
+
+    @contextmanager
+    def _adapter_held(self, adapter: str | None) -> Iterator[None]:
+        """A context in which an adapter cannot be unloaded.
+
+        Raises: UsageError if it is not loaded.
+        """
+        engine = self.engine
+        engine.held_adapters.append(adapter)
+        try:
+            with self._turn():
+                engine.require_adapter(adapter)
+            yield
+        finally:
+            engine.held_adapters.remove(adapter)
 
     def _score(
         self,
@@ -365,8 +381,13 @@ class LLM:
         for window in windows:
             part = tokens[window.start : window.stop]
             score = partial(rank_rpc.score_sequence, self.engine, part, adapter)
-            with self._turn():
-                scored = self.ranks.retry_after_loss(score)
+            scored = None
+            while scored is None:
+                with self._turn():
+                    if self.engine.idle or self.engine.scheduler.has_room(len(part)):
+                        scored = self.ranks.retry_after_loss(score)
+                    else:
+                        self._step_for_all()
             logprobs += scored[len(logprobs) - window.start :]
             on_tokens(window.stop - n_done)
             n_done = window.stop
@@ -385,8 +406,8 @@ class LLM:
     def unload_adapter(self, name: str) -> None:
         """Free the memory of an adapter.
 
-        Raises: UsageError if it is not loaded, or an unfinished request uses it; and with
-        `elastic`.
+        Raises: UsageError if it is not loaded, or an unfinished request or `score` uses it; and
+        with `elastic`.
         """
         with self._turn():
             self.ranks.change_adapter(name, None)

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise, product, zip_longest
 from pathlib import Path
@@ -915,17 +916,20 @@ def test_score_and_suspended_stream_do_not_affect_each_other(llm):
     assert begun + "".join(pieces) == whole
 
 
-def test_score_that_does_not_fit_beside_suspended_stream_is_refused(model):
+def test_score_steps_the_stream_that_holds_the_kv_cache(model):
+    """Regression: it was refused, and asked for a larger KV cache."""
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     room = small.engine.capacity.n_tokens
     assert room < small.input_processor.max_seq_len
     (whole,) = small.score([[5] * room])
-    pieces = small.stream([5] * (room - 40), SamplingParams(max_tokens=40, ignore_eos=True))
-    next(pieces)
-    with pytest.raises(UsageError, match=rf"sequence 0: {room} tokens,.* enlarge the KV cache"):
-        small.score([[5] * room])
-    pieces.close()
+    request = [5] * (room - 40), SamplingParams(max_tokens=40, ignore_eos=True)
+    text = "".join(small.stream(*request))
+    pieces = small.stream(*request)
+    begun = next(pieces)
     assert small.score([[5] * room]) == [whole]
+    assert begun + "".join(pieces) == text
+    with pytest.raises(UsageError, match=rf"sequence 0: {room + 1} tokens,.* enlarge the KV cache"):
+        small.score([[5] * (room + 1)])
     small.close()
 
 

@@ -116,6 +116,7 @@ class Engine:
         self.step_tokens = step_tokens or capacity.step_tokens
         self.max_drafts = max_drafts
         self.rpc = b""
+        self.held_adapters: list[str | None] = []  # of texts that are being scored; for rank 0
         self.begun: list[int] = []  # tickets of requests that began in the latest step
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
@@ -270,10 +271,11 @@ class Engine:
         )
 
     def uses_adapter(self, name: str) -> bool:
-        """Whether an unfinished request has this adapter; for rank 0."""
+        """Whether an unfinished request or a call of `score` uses this adapter; for rank 0."""
         waiting = (request for _, request in self._incoming)
         started = (sequences[0].request for sequences in self._unfinished.values())
-        return any(request.adapter == name for request in (*waiting, *started))
+        requested = (request.adapter for request in (*waiting, *started))
+        return name in (*self.held_adapters, *requested)
 
     def cancel(self, ticket: int, reason: FinishReason = "cancelled") -> None:
         """End a request at the next step; does nothing if the request has ended."""

@@ -55,10 +55,10 @@ def score_sequence(
 ) -> list[float]:
     """Natural-log probabilities of every token after the first, given the tokens before it.
 
-    The adapter must be loaded.
+    The adapter must be loaded, and the KV cache must have room for the tokens beside the requests.
 
-    Raises: UsageError if the KV cache has no room for the tokens; after the loss of a rank it may
-    be smaller than before.
+    Raises: UsageError if the tokens do not fit into an empty KV cache; after the loss of a rank it
+    may be smaller than before.
     """
     engine.scheduler.check_room(len(tokens))
     engine.send_rpc(_SCORE + msgspec.msgpack.encode((tokens, adapter)))

@@ -195,14 +195,21 @@ class Scheduler:
                 raise ContextExceeded(self._too_large(request, needed, n_blocks))
 
     def check_room(self, n_tokens: int) -> None:
-        """Raises: UsageError if a sequence of `n_tokens` tokens does not fit beside the others."""
+        """Raises: UsageError if a sequence of `n_tokens` tokens does not fit into an empty pool."""
         for kv_group in self.kv_groups:
-            n_allocatable = kv_group.pool.n_allocatable()
-            if kv_group.n_held(n_tokens) > n_allocatable:
+            n_blocks = kv_group.pool.n_blocks
+            if kv_group.n_held(n_tokens) > n_blocks:
                 raise UsageError(
                     f"{n_tokens} tokens, but the KV cache has room for "
-                    f"{n_allocatable * self.block_size}; enlarge the KV cache"
+                    f"{n_blocks * self.block_size}; enlarge the KV cache"
                 )
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Whether a sequence of `n_tokens` tokens fits beside the others."""
+        return all(
+            kv_group.n_held(n_tokens) <= kv_group.pool.n_allocatable()
+            for kv_group in self.kv_groups
+        )
 
     def _too_large(self, request: Request, needed: int, n_blocks: int) -> str:
         n_prompt, max_tokens, size = len(request.prompt), request.max_tokens, self.block_size

@@ -301,6 +301,23 @@ def test_an_adapter_is_loaded_and_unloaded_while_requests_run(llm, adapters):
     assert not any("new" in layer.low_ranks for _, layer in _layers(llm.engine.runner.model))
 
 
+def test_an_adapter_is_not_unloaded_while_a_text_is_scored_with_it(llm, adapters):
+    """Regression: windows after the first had log-probabilities of the model without it."""
+    n_context = llm.input_processor.max_seq_len
+    text = [(7 * at) % 190 + 3 for at in range(n_context + 50)]
+    llm.load_adapter("new", adapters["adapter2"])
+    counts: list[int] = []
+
+    def unload(n_tokens: int) -> None:
+        counts.append(n_tokens)
+        with pytest.raises(UsageError, match="requests use the adapter 'new'; try again"):
+            llm.unload_adapter("new")
+
+    assert llm.score([text], None, unload, adapter="new") == llm.score([text], adapter="adapter2")
+    assert len(counts) == 2
+    llm.unload_adapter("new")
+
+
 def test_unloaded_adapters_free_their_memory(llm, base):
     """Loads and unloads an adapter of 0.7 MB 50 times."""
     folder = write_adapter(
