@@ -423,6 +423,8 @@ class LLM:
         """The rates at which each rank reads, multiplies and exchanges, on the CPU.
 
         `bench --calibrate` writes them to a file for `plan`.
+
+        Raises: UsageError with `slice_of` or `pp`, and on GPUs.
         """
         with self._turn():
             return self.ranks.retry_after_loss(lambda: rank_rpc.calibrate(self.engine))

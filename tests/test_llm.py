@@ -768,6 +768,24 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize(
+    ("settings", "device", "said"),
+    [
+        ({"slice_of": (1, 2)}, "cpu", "the rates of a slice .*; use all ranks"),
+        ({"tp_size": 2, "pp": 2}, "cpu", "pp=2: .*; measure with pp=1"),
+        ({}, "cuda", "only the rates of CPU ranks can be measured; use device='cpu'"),
+    ],
+)
+def test_rates_that_cannot_be_measured_are_refused(model, monkeypatch, settings, device, said):
+    """Regression: a KeyError ended the ranks, or the rates were meaningless."""
+    with LLM(str(model), **settings) as own:
+        monkeypatch.setattr(own.engine.runner, "device", torch.device(device))
+        with pytest.raises(UsageError, match=said):
+            own.rank_rates()
+        monkeypatch.undo()
+        assert own.machine().read_bytes_per_s > 0
+
+
 def test_forked_process_neither_uses_nor_ends_the_llm(model):
     """Regression: it hung in OpenMP, and its exit ended the ranks of its parent."""
     program = """if True:

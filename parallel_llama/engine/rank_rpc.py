@@ -24,6 +24,7 @@ from parallel_llama.errors import (
     named_ranks,
 )
 from parallel_llama.files.bounded_files import expanded
+from parallel_llama.parallel.collectives import Slice
 from parallel_llama.sampling.scoring import score
 
 _SCORE, _MEASURE, _RATES, _CLOSE, _LOAD, _UNLOAD = b"s", b"m", b"r", b"c", b"l", b"u"
@@ -86,7 +87,21 @@ def measure_machine(engine: Engine) -> Machine:
 
 
 def calibrate(engine: Engine) -> list[RankRates]:
-    """The rates of every rank, on the CPU."""
+    """The rates of every rank, on the CPU.
+
+    Raises: UsageError for a slice, several pipeline stages, or GPUs.
+    """
+    n_stages = len(engine.runner.plan.stages)
+    if isinstance(engine.comm, Slice):
+        raise UsageError(
+            "the rates of a slice cannot be measured: it exchanges nothing; use all ranks"
+        )
+    if n_stages > 1:
+        raise UsageError(
+            f"pp={n_stages}: the exchanges between stages cannot be measured; measure with pp=1"
+        )
+    if engine.runner.device.type != "cpu":
+        raise UsageError("only the rates of CPU ranks can be measured; use device='cpu'")
     engine.send_rpc(_RATES)
     return measure_rates(engine)
 
