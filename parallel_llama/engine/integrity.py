@@ -77,8 +77,9 @@ class IntegrityCheck:
     ) -> None:
         self._comm, self.n_rounds = comm, -1
         weights = stored_weights(model)
-        self._weights = {name: _StoredSums(weight.values) for name, weight in weights.items()}
-        self._model, self._adapters = model, dict[str, _StoredSums]()
+        # By name, of weights and of the matrices of adapters.
+        self._stored = {name: _StoredSums(weight.values) for name, weight in weights.items()}
+        self._model, self._adapters = model, set[str]()
         self.watch_adapters()
         self._blocks = [_BlockSums(cache) for cache in caches]
         self.products = ProductCheck(model, comm) if exact and comm.size > 1 else None
@@ -134,12 +135,14 @@ class IntegrityCheck:
         self._time_left_s = max(stop_s - now_s, -_MAX_DEBT_S)
 
     def watch_adapters(self) -> None:
-        """Compute the sums of new adapters of the model, and drop the sums of removed adapters."""
-        before = self._adapters
-        self._adapters = {
-            name: before.get(name) or _StoredSums(values)
-            for name, values in low_rank_matrices(self._model)
-        }
+        """Compute the sums of new adapters of the model, and release removed adapters."""
+        matrices = dict(low_rank_matrices(self._model))
+        for name in self._adapters - matrices.keys():
+            del self._stored[name]
+        for name, values in matrices.items():
+            if name not in self._adapters:
+                self._stored[name] = _StoredSums(values)
+        self._adapters = set(matrices)
 
     def forget_blocks(self) -> None:
         """Drop the sums of the KV cache: a forward pass that failed may have written any block."""
@@ -153,7 +156,7 @@ class IntegrityCheck:
         Raises: IntegrityError for memory that has changed.
         """
         self._update_blocks()
-        for finding in _findings({**self._weights, **self._adapters}, self._blocks):
+        for finding in _findings(self._stored, self._blocks):
             if finding is not None:
                 raise self._error(finding)
 
@@ -185,7 +188,7 @@ class IntegrityCheck:
             finding = next(self._rotation)
         except StopIteration:
             self.n_rounds += 1
-            self._rotation = _findings({**self._weights, **self._adapters}, self._blocks)
+            self._rotation = _findings(self._stored, self._blocks)
             finding = next(self._rotation)
         if finding is not None:
             raise self._error(finding)
@@ -276,12 +279,17 @@ class _BlockSums:
 
 
 def _findings(
-    weights: Mapping[str, _StoredSums], caches: Sequence[_BlockSums]
+    stored: Mapping[str, _StoredSums], caches: Sequence[_BlockSums]
 ) -> Iterator[str | None]:
-    """Compare all memory. Yields: for each part, the fault or None."""
-    for name, stored in weights.items():
-        for number in range(stored.n_parts):
-            is_unchanged = stored.is_unchanged(number)
+    """Compare all memory. Yields: for each part, the fault or None.
+
+    Between two parts `stored` may change, and this refers to no sums: they hold their memory.
+    """
+    for name in list(stored):
+        number = 0
+        while name in stored and number < stored[name].n_parts:
+            is_unchanged = stored[name].is_unchanged(number)
+            number += 1
             yield None if is_unchanged else f"{name} has changed in memory since it was loaded"
     for sums in caches:
         for block in sums.blocks():

@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -264,6 +265,22 @@ def test_integrity_check_finds_a_flipped_bit_in_an_adapter(llm):
     with pytest.raises(IntegrityError, match=r"B 1 for layers\.1\.wqkv of adapter 'adapter3' has"):
         check.compare_memory()
     pair.b[2, 1] *= -1
+
+
+def test_integrity_check_holds_no_memory_of_an_unloaded_adapter(base, adapters):
+    """Regression: the check held it until its rotation over all weights had ended."""
+    with LLM(str(base), adapters=adapters, **SETTINGS, integrity_check=True) as llm:
+        check = llm.engine.runner.integrity
+        for stops_at_adapter in (False, True):
+            llm.load_adapter("new", adapters["adapter2"])
+            held = [weakref.ref(check._stored[name]) for name in check._stored if "'new'" in name]
+            check._rotation = iter(())
+            n_parts = sum(stored.n_parts for stored in check._stored.values())
+            for _ in range(n_parts if stops_at_adapter else 1):
+                check._compare_part()
+            llm.unload_adapter("new")
+            assert held and not any(each() for each in held)
+            check._compare_part()
 
 
 def test_adapters_add_no_collectives_to_a_step(base, adapters):
