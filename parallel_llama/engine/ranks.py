@@ -370,6 +370,8 @@ class Ranks:
             self._links.close()
         if self.setup.config.elastic:
             self.setup.checkpoint.close()
+            if self.setup.draft is not None:
+                self.setup.draft.checkpoint.close()
             self.setup.adapters.clear()  # frees the copies of their weights
         torch.set_num_threads(self._n_threads)
         give_back_memory()

@@ -254,6 +254,20 @@ def test_sequence_that_no_longer_fits_after_a_loss_is_not_scored(folder, monkeyp
         assert len(llm.score([[3] * 20])[0]) == 19
 
 
+def test_closed_llm_closes_the_files_of_model_and_draft_model(folder, tmp_path):
+    """Regression: those of the draft model stayed open."""
+    draft = Path(shutil.copytree(folder, tmp_path / "draft"))
+
+    def n_open(files: Path) -> int:
+        links = [fd.readlink() for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        return sum(link.is_relative_to(files) for link in links)
+
+    llm = LLM(str(folder), elastic=True, draft_model=str(draft))
+    assert n_open(draft) > 0
+    llm.close()
+    assert n_open(folder) == n_open(draft) == 0
+
+
 class Counting(Checkpoint):
     """A checkpoint that counts the rows that are read."""
 
