@@ -457,8 +457,9 @@ class ModelRunner:
         if beyond_window is not None:
             last_position = self.args.attention_sinks + (queries.window or 0) - 1
             compute_dtype = torch.promote_types(self.dtype, torch.float32).to_complex()
+            args = rotary_of_windows(self.args)
             for sink_plan in self.model.ops.plan_sinks(*beyond_window, self.dtype, self.device):
-                back_rotations = back_rotations_of(self.args, sink_plan.positions, last_position)
+                back_rotations = back_rotations_of(args, sink_plan.positions, last_position)
                 sink_tiles.append(
                     SinkTile(sink_plan, back_rotations.to(self.device, compute_dtype))
                 )

@@ -19,7 +19,7 @@ from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, with_sinks
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 
 N_SINKS, WINDOW = 3, 7
@@ -74,8 +74,8 @@ def reference(args: ModelArgs, tokens: list[int]) -> Tensor:
     return norm(x, "norm.weight") @ weights["output.weight"].T
 
 
-def sinking_logits(comm: Communicator, cuts: list[int]) -> Tensor:
-    runner = make_runner(comm, SINKING)
+def sinking_logits(comm: Communicator, cuts: list[int], args: ModelArgs = SINKING) -> Tensor:
+    runner = make_runner(comm, args)
     runner.reserve([len(TOKENS)], 1)
     table = [range(len(TOKENS))]
     pieces = zip([0, *cuts], [*cuts, len(TOKENS)], strict=True)
@@ -92,6 +92,14 @@ def test_logits_match_reference_with_cache_positions(tp_size, cuts):
     expected = reference(SINKING, TOKENS)
     for logits in run_on_threads(tp_size, sinking_logits, cuts):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_sinks_have_the_rotary_base_of_layers_with_a_window():
+    """Regression: queries were rotated back to the sinks with the base of full attention."""
+    args = replace(SINKING, local_rope_theta=100.0)
+    expected = reference(replace(SINKING, rope_theta=100.0), TOKENS)
+    logits = sinking_logits(Solo(), [5, 21], args)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
 def test_sink_blocks_are_kept_while_the_window_slides():
