@@ -38,6 +38,10 @@ class OutOfTime(Stopped):
     """The process exceeded its CPU time, or did not answer in time."""
 
 
+class _Ended(Exception):
+    """The process has ended."""
+
+
 @dataclass(frozen=True)
 class JobRequest:
     """JSON fields and bytes for a job, and the CPU time that the job may take."""
@@ -72,51 +76,49 @@ class BoundedProcess:
         Raises: Stopped.
         """
         with self._lock:
-            if self._child is None or not self._child.is_alive():
-                self._start()
-            return self._exchange(request)
+            child = self._child
+            if child is None or not child.is_ready():
+                child = self._start()
+            return self._exchange(child, request)
 
     def open(self, request: JobRequest) -> dict[str, Any]:
         """Starts a process, and sends this request to it and to every process that replaces it."""
         with self._lock:
             self._opening = None
-            self._start()
+            child = self._start()
             self._opening = request
-            return self._exchange(request)
+            return self._exchange(child, request)
 
     def close(self) -> None:
         """Ends the process; the next request starts it again."""
         with self._lock:
             self._drop()
 
-    def _start(self) -> None:
+    def _start(self) -> "_Child":
         self._drop()
-        self._child = _Child(self._command)
+        child = _Child(self._command)
         if self._opening is not None:
-            self._exchange(self._opening)
+            self._exchange(child, self._opening)
+        self._child = child  # last, because a signal handler may raise at any line
+        return child
 
-    def _exchange(self, request: JobRequest) -> dict[str, Any]:
-        assert self._child is not None
+    def _exchange(self, child: "_Child", request: JobRequest) -> dict[str, Any]:
         body = json.dumps(request.fields).encode() + b"\n" + request.data
         cpu_s = request.cpu_s + request.cpu_s_per_byte * len(body)
         limit_s = WALL_BASE_S + WALL_PER_CPU_S * cpu_s
         head = json.dumps({"n_bytes": len(request.data), "cpu_s": cpu_s}).encode() + b"\n"
         try:
-            return self._child.exchange(head + body, limit_s)
-        except TimeoutError as error:
-            raise OutOfTime(f"it does not end within {limit_s:.3g} s") from error
-        except OverflowError as error:
-            raise Stopped("its result is too long") from error
-        except EOFError as error:
-            if self._child.end() == -signal.SIGPROF:
+            return child.exchange(head + body, limit_s)
+        except _Ended as error:
+            if child.end() == -signal.SIGPROF:
                 raise OutOfTime(f"it takes more than {cpu_s:.3g} s of CPU time") from error
             raise Stopped(
                 f"it needs more than {self._max_extra_bytes >> 20} MiB of memory, or crashes its "
                 "process"
             ) from error
         finally:
-            if not self._child.is_idle:  # after Ctrl-C, a late reply would answer the next request
-                self._drop()
+            if not child.is_idle:  # after Ctrl-C, a late reply would answer the next request
+                child.end()
 
     def _drop(self) -> None:
         if self._child is not None:
@@ -138,6 +140,8 @@ class _Child:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        except TimeoutError:  # of a signal handler
+            raise
         except OSError as error:
             raise _not_started(command, error.strerror or str(error)) from error
         self.end = weakref.finalize(self, _end, self._process)
@@ -146,19 +150,20 @@ class _Child:
             os.set_blocking(pipe.fileno(), False)  # type: ignore[union-attr]
         try:
             self.exchange(b"", START_LIMIT_S)
-        except (TimeoutError, EOFError) as error:
+        except (OutOfTime, _Ended) as error:
             self.end()
             reason = "check that all dependencies of parallel_llama are installed"
             raise _not_started(command, reason) from error
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def is_ready(self) -> bool:
+        """Whether it has replied to all requests, and has not ended."""
+        return self.is_idle and self._process.poll() is None
 
     def exchange(self, message: bytes, limit_s: float) -> dict[str, Any]:
         """Sends a message and waits for the line of its reply.
 
-        Raises: TimeoutError at the limit; EOFError if the process ends; OverflowError if the reply
-        is too long.
+        Raises: OutOfTime at the limit; Stopped for a reply that is too long; _Ended if the process
+        ends. A signal handler may raise any other exception, such as TimeoutError.
         """
         self.is_idle = False
         deadline = time.monotonic() + limit_s
@@ -173,7 +178,7 @@ class _Child:
             while not reply.endswith(b"\n"):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready and time.monotonic() >= deadline:
-                    raise TimeoutError
+                    raise OutOfTime(f"it does not end within {limit_s:.3g} s")
                 for key, _ in ready:
                     if key.fileobj is stdout:
                         reply += _read(stdout.fileno())
@@ -182,7 +187,7 @@ class _Child:
                     if not unsent:
                         selector.unregister(stdin)
                 if len(reply) > max_reply_bytes:
-                    raise OverflowError
+                    raise Stopped("its result is too long")
         value: dict[str, Any] = json.loads(reply)
         self.is_idle = True
         return value
@@ -195,7 +200,7 @@ def _not_started(command: list[str], reason: str) -> CheckpointError:
 def _read(descriptor: int) -> bytes:
     data = os.read(descriptor, 1 << 16)
     if not data:
-        raise EOFError
+        raise _Ended
     return data
 
 
@@ -203,7 +208,7 @@ def _write(descriptor: int, data: memoryview) -> int:
     try:
         return os.write(descriptor, data[: 1 << 16])
     except BrokenPipeError as error:
-        raise EOFError from error
+        raise _Ended from error
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:

@@ -138,7 +138,7 @@ class FileEncoder:
 def _guarded(work: Callable[[], _T], source: str) -> _T:
     try:
         return work()
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, TimeoutError):  # of a signal handler
         raise
     except BaseException as error:  # a damaged tokenizer may raise a Rust panic, a BaseException
         raise _unusable(source, str(error)[:300]) from error

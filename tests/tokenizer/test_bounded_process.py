@@ -95,16 +95,20 @@ def test_a_killed_process_is_started_again(process):
     assert worker_of(process).pid != killed.pid
 
 
-def test_reply_to_an_interrupted_request_is_not_read_by_the_next(process):
-    """Regression: after Ctrl-C, the late reply was read as the reply to the next request."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, EOFError, OverflowError])
+def test_reply_to_an_interrupted_request_is_not_read_by_the_next(process, error):
+    """Regression: after Ctrl-C, the late reply was read as the reply to the next request.
+
+    A TimeoutError of the handler was reported as the limit of the process.
+    """
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     process.ask(request("ready"))
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             process.ask(request(ENDLESS, cpu_s=20))
     finally:
@@ -119,7 +123,12 @@ def test_a_reply_is_bounded(process, monkeypatch):
         process.ask(request("{{ 'a' * 900000 }}"))
 
 
-def test_opening_request_is_repeated_in_every_new_process():
+def test_opening_request_is_repeated_in_every_new_process(monkeypatch):
+    """Also after an interrupt before it was sent."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
     process = BoundedProcess("sandbox_tokenizers", 128 << 20)
     ids = {"a": 0, "b": 1}
     model = {"type": "BPE", "vocab": ids, "merges": []}
@@ -129,6 +138,10 @@ def test_opening_request_is_repeated_in_every_new_process():
         encode = JobRequest(1.0, 0.0, {"special": True}, b"ba")
         assert process.ask(encode) == {"ids": [1, 0]}
         process.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "_exchange", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                process.ask(encode)
 
 
 def test_a_process_has_the_priority_of_the_thread_that_starts_it(process):

@@ -437,6 +437,18 @@ def test_byte_level_bos_follows_add_bos_token_then_the_family(tmp_path, pre, add
     assert (told.encode("x")[0] == 1) is not adds_bos
 
 
+def test_timeout_error_of_a_signal_handler_does_not_blame_the_tokenizer(tmp_path, monkeypatch):
+    """Regression: it was reported as a CheckpointError of the file."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError
+
+    tokenizer = load_tokenizer(small_bpe(tmp_path / "a.gguf"))
+    monkeypatch.setattr(tokenizer._encoder._library, "encode", expire)
+    with pytest.raises(TimeoutError):
+        tokenizer.encode("x")
+
+
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     return [tokenizer.decode([id]) for id in tokenizer.encode(text, bos=False)]
 
