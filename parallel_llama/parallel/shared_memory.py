@@ -555,7 +555,7 @@ class SharedMemory(Communicator):
             for line in behind:
                 counted_s[line] += gap_s
                 # `is_exempt` is not called at every poll, because it may read a file.
-                if counted_s[line] > min(limit_s, 1.0) and is_exempt(line // LINE):
+                if counted_s[line] > min(limit_s / 4, 1.0) and is_exempt(line // LINE):
                     counted_s[line] = 0.0
             if overdue := [line for line in behind if counted_s[line] > limit_s]:
                 raise self._late([line // LINE for line in overdue], limit_s)

@@ -22,6 +22,7 @@ from ranks import SOON_S, Ranks
 from test_shared_memory import (
     compute_and_idle,
     compute_for_long,
+    idle_and_compute,
     overlap_and_idle,
     step_and_hang,
     wait_for_rank_0,
@@ -159,6 +160,7 @@ def wait_over_sockets(group: Communicator, what_rank_0_does: Callable[[Communica
         (compute_for_long, [0], "rank 0 of 3 is late: no progress for 1.5 s"),
         (compute_and_idle, [], "it came"),
         (overlap_and_idle, [], "it came"),
+        (idle_and_compute, [], "it came"),
         (step_and_hang, [0], "rank 0 of 3 is late: no progress for 1.5 s"),
     ],
 )
