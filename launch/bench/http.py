@@ -26,7 +26,7 @@ PROMPT_TOKENS = 64
 
 def main() -> None:
     """Measures, and prints a line for each round and one with the median ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -120,10 +120,12 @@ def _request(prompt: list[int], n_tokens: int) -> bytes:
 
 def _address(server: "subprocess.Popen[str]") -> tuple[str, int]:
     assert server.stderr is not None
+    printed = ""
     for line in server.stderr:
         if found := re.search(r"at http://([\d.]+):(\d+)", line):
             return found[1], int(found[2])
-    raise RuntimeError("the server did not start; run its command to see why")
+        printed += line
+    raise RuntimeError(f"the server did not start; it printed:\n{printed}")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,8 @@ def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
     more = sorted(set(features_of(args)) - _SAID) + ["rope_scaling"] * bool(args.rope_scaling)
     if form is None or more:
         raise UsageError(
-            f"a GGUF file is only written for plain models; this one has {more or 'no GGUF form'}"
+            "a GGUF file is only written for plain models; "
+            f"this one has {', '.join(more) or 'no GGUF form'}"
         )
     writer = gguf.GGUFWriter(path, form.architecture)
     _add_sizes(writer, args)

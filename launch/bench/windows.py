@@ -3,7 +3,7 @@
     python -m launch.bench.windows [--window 512] [--lengths 1024,2048,4096,8192,16384]
                                    [--repeat 3] [--threads 1] [--svg launch/bench/windows.svg]
 
-`tiles` is the engine's method: steps of 512 tokens, and 64 queries at a time over the keys that
+`tiles` is the engine's method: steps of 512 tokens, and small blocks of queries over the keys that
 they see. `mask` computes the scores of all pairs and masks those outside the window. `loop` takes
 one query after another. `chunks` is Longformer's method: blocks of one window of queries over two
 windows of keys. Time is the median of the rounds. Memory is the peak of a separate process, without

@@ -36,7 +36,7 @@ class Attention:
 
     `fuse` concatenates the loaded wq, wk and wv; it must run before a call.
 
-    Shapes: x [T, dim] replicated; the result [T, dim] replicated.
+    Shapes: x [T, dim] replicated; the result [T, dim] replicated, or [n, dim] with `rows`.
     Collective: as wo; with `qk_norm_across_heads` one all_reduce before it. If the cache is sharded
         by token, also two all_gathers; with exact sums instead an all_gather of the queries, and
         one for each tile.
@@ -89,7 +89,10 @@ class Attention:
     def heads(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
-        """The output of the heads, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
+        """The output of the heads, before wo; with `rows`, of these rows only.
+
+        Shapes: [T, dim] replicated -> [T, H * D] local, or with `rows` [n, H * D] local.
+        """
         group, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
         # [T, H + 2 K, D] local
         qkv = self.wqkv.product(x, batch.adapters).view(len(x), -1, self.head_dim)

@@ -43,7 +43,7 @@ class Backend:
 
     @property
     def in_stage(self) -> "Backend":
-        """The backend of layers that are cut over the ranks of a stage."""
+        """The backend of layers that are sharded over the ranks of a stage."""
         return self if self.stage_comm is None else replace(self, comm=self.stage_comm)
 
     @property
@@ -111,7 +111,7 @@ class RowCut:
 
     @classmethod
     def of_heads(cls, shard: Shard, head_dim: int) -> "RowCut":
-        """The cut of wo."""
+        """How wo is sharded."""
         all_heads = () if shard.exact is None else shard.exact.heads
         return cls._of(
             shard, len(shard.heads) * head_dim, [len(heads) * head_dim for heads in all_heads]
@@ -119,7 +119,7 @@ class RowCut:
 
     @classmethod
     def of_channels(cls, shard: Shard, axis: Axis) -> "RowCut":
-        """The cut of w2, and of each expert's w2; `axis` is the axis of the channels."""
+        """How w2, and each expert's w2, is sharded; `axis` is the axis of the channels."""
         all_channels = () if shard.exact is None else shard.exact.channels(axis)
         return cls._of(shard, len(shard.extent(axis)), [len(channels) for channels in all_channels])
 

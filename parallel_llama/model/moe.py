@@ -58,7 +58,7 @@ class Router:
 
 
 class Expert:
-    """The weights of one SwiGLU: w1 and w3 by columns, perhaps with biases, and w2 by rows.
+    """The weights of a gated feed-forward: w1 and w3 by columns, perhaps with biases; w2 by rows.
 
     `fuse` concatenates w1 and w3 once they are loaded.
     """

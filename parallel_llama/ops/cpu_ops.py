@@ -140,7 +140,7 @@ class CPUOps(TorchOps):
             self._decode_attention(self._cache_dtype, heads_per_kv)
 
     def compile_low_rank(self) -> None:
-        """Compile the kernels of `add_low_ranks_`; all models share them."""
+        """Compile the kernels of `add_low_ranks_`; all models of this dtype share them."""
         make_low_rank(self._dtype)
 
     @contextmanager

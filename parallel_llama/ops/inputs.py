@@ -2,8 +2,8 @@
 
 In a format with zero points, a group's scale and zero point map the range of the group, extended to
 contain 0, to the range of the format. Without zero points, the scale maps the group's largest
-absolute value to half of that range; a static scale is the same for all groups. 0 stays exactly 0.
-A group with a NaN becomes NaN.
+absolute value to half of the width of the format's range; a static scale is the same for all
+groups. 0 stays exactly 0. A group with a NaN becomes NaN.
 
 Source: compressed-tensors 0.20, calculate_qparams and fake_quantize.
 """

@@ -12,8 +12,8 @@ In fp8 the integers are replaced by e4m3 numbers, and inputs are not quantised:
 
     y[o] = sum over groups g of  scale[o, g] * (value[o, g] . x[g])
 
-A panel holds rows that are read together: as many as a CPU vector has 32-bit lanes, and one on a
-GPU. It contains, in this order:
+A panel holds rows that are read together: as many as a CPU vector has 32-bit lanes, one on a GPU,
+and 16 for torch's operators. It contains, in this order:
 
     scales      [n_blocks, rows] float16
     minima      [n_blocks, rows] float16, if the format has minima

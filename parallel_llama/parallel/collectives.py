@@ -317,7 +317,10 @@ def broadcast_bytes(comm: Communicator, data: bytes | None, *, no_timeout: bool 
     length = torch.tensor([len(data or b"")], dtype=torch.int64)
     n_bytes = int(comm.broadcast(length, no_timeout=no_timeout)[0])
     if not 0 <= n_bytes <= MAX_MESSAGE_BYTES:
-        raise RankError(f"rank 0 announced a message of {n_bytes} bytes: the ranks disagree")
+        raise RankError(
+            f"rank 0 announced a message of {n_bytes} bytes, so the ranks disagree about the "
+            "current collective; end all ranks and start them again"
+        )
     if n_bytes == 0:
         return b""
     if comm.rank == 0 and data is not None:

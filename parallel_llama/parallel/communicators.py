@@ -539,10 +539,10 @@ def _why_not_joined(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
         who = f"{named_ranks(missing, env.size)} never joined"
     else:
         who = f"all {env.size} ranks have joined, but at least one rank did not answer"
-    secret_hint = ", or has another secret file" if SECRET_FILE in os.environ else ""
+    secret_hint = " with the same secret file" if SECRET_FILE in os.environ else ""
     return (
-        f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
-        f"{secret_hint} (--start-timeout waits longer)"
+        f"{who} within {timeouts.start_s:g} s; check that every rank was started{secret_hint}, and "
+        "what each one printed (--start-timeout waits longer)"
     )
 
 

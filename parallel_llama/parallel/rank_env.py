@@ -320,7 +320,7 @@ def is_started_as_rank() -> bool:
 
 
 def launcher_name() -> str:
-    """The name of the launcher that started this process."""
+    """The launcher of this process; "torchrun" for ranks of `launch` and without a launcher."""
     return (_launcher() or _TORCHRUN).name
 
 

@@ -245,7 +245,8 @@ def _without_report(frames: list[str]) -> list[str]:
 def _innermost(text: str) -> list[str]:
     """The frames of the main thread, or of another thread if only that one runs the package's code.
 
-    faulthandler labels the thread that received the signal "current": this is the main thread.
+    faulthandler labels one thread "Current": the main thread if the process received the signal, or
+    the thread that called `request_dump` for its own process.
     """
     threads = re.split(r"^(?=Thread 0x|Current thread 0x)", text, flags=re.MULTILINE)
     threads.sort(key=lambda thread: not thread.startswith("Current"))

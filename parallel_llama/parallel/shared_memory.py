@@ -533,9 +533,9 @@ class SharedMemory(Communicator):
     def _wait(self, signature: int, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits, yielding the core, until all ranks have published this phase.
 
-        A rank is late after `limit_s` seconds in which it was never exempt. Each poll compares the
-        collectives of the ranks that have published so far: a rank that detects a difference
-        leaves after `_REPORT_S`, and a later report would lack the stack of that rank.
+        A rank is late after `limit_s` seconds in which it was never exempt. Each poll also compares
+        the collectives of the ranks that have published. A rank that detects a difference leaves
+        `_REPORT_S` seconds later, and after that its stack can no longer be reported.
         """
         seen_s = time.monotonic()
         waited_s = 0.0

@@ -9,9 +9,10 @@ once per host. Then every rank adds the values of all ranks in rank order, so al
 bits. Ranks that cannot share memory count as ranks of different hosts. A broadcast goes from its
 source to every rank directly.
 
-`SocketsBesideGloo` leaves larger tensors to gloo, which sends fewer bytes for them. It leaves the
-detection of lost ranks to the heartbeats of `process_group`. `linked_ranks` uses `Sockets` alone:
-larger tensors are exchanged in pieces, and no ranks share memory.
+`SocketsBesideGloo` leaves larger tensors to gloo, which sends fewer bytes for them. Between
+collectives it detects lost ranks by the heartbeats of `process_group`; in an exchange, the end of a
+connection also shows that a rank is lost. `linked_ranks` uses `Sockets` alone: larger tensors are
+exchanged in pieces, and no ranks share memory.
 
 Layout of the memory:
 

@@ -152,7 +152,7 @@ def _key(seed: int, choice: int, position: int) -> int:
 
 
 def mask_of(ids: Collection[int]) -> bytes:
-    """The mask that allows only these tokens, at least one."""
+    """The mask that allows only these tokens; `ids` must not be empty."""
     bits = bytearray(max(ids) // 8 + 1)
     for token in ids:
         bits[token // 8] |= 1 << token % 8

@@ -25,7 +25,7 @@ _LOOK_LIMIT_S = 60
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime.
+    """An engine of the comparison: which weights it loads, and how to install and run it.
 
     Args:
         layout: the layout of the weights from which its files are made.

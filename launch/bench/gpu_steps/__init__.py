@@ -1,8 +1,9 @@
 """The steps of the GPU benchmark. Each step runs in its own process.
 
-A step is a module with a generator `rows(setting)`, or with several such generators by name in
-`PARTS`. Rows that a step has yielded are kept when it fails or reaches its time limit. After a
-crash, the remaining parts run in a new process.
+A step is a module with a generator `rows(setting, ...)`, whose further arguments follow the name of
+the module after colons, or with several generators by name in `PARTS`, which take only a setting.
+Rows that a step has yielded are kept when it fails or reaches its time limit. After a crash, the
+remaining parts run in a new process.
 """
 
 import sys

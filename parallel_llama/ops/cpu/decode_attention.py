@@ -304,7 +304,7 @@ class _Block:
     """Consecutive keys of a range of slots, up to a maximum number.
 
     Args:
-        t: the first key's number in its part.
+        t: the first key's index in the row of scores, where a part may begin after index 0.
         slot: its slot.
         n_left: the number of keys from there to the end of the range.
         following: the first slot of a later block, for prefetching.

@@ -70,7 +70,7 @@ class BlockShape:
     Args:
         n_vectors: vectors of columns in a block.
         tile: keys of a tile.
-        n_at_once: a divisor of `tile`; each call scores a multiple of this many keys.
+        n_at_once: a divisor of `tile`; `Products.score` gets a multiple of this many keys.
             `_VectorProducts` also sums at most this many numbers of a value together.
         n_strided: the number of partial sums of a tile's weights; each is over every `n_strided`-th
             key.

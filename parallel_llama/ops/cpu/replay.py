@@ -6,9 +6,10 @@ written to the same tensors before each replay.
 
 One team of threads executes all calls. If a call or the previous one uses several threads, there is
 a barrier before the call, which is much cheaper than starting a team. A call that uses one thread
-may interrupt the replay to let Python continue, by writing its index to `AT`. Other threads may
-then still be leaving the barrier before that call. If they exited there, the rest would wait for
-them at the next barrier. So all threads exit at the first barrier after that call.
+may interrupt the replay to let Python continue, by writing its index to `AT`. A thread that is late
+in leaving the barrier before that call may already see the interruption. It must not exit yet,
+because the threads that left earlier would wait for it at the next barrier. So all threads exit at
+the first barrier after that call.
 
     calls    cells of 8 bytes: the address of the kernel's `part`, the address of its arguments, the
              largest number of threads, and 1 if there is a barrier before the call

@@ -10,8 +10,9 @@ prompt is divided. Dense products of more than MAX_ROWS rows do not run here, bu
 
 A kernel is compiled once per model, not per number of rows, since arguments that depend on the
 number of rows are marked as not specialised. Otherwise Triton would compile anew for 1 and for
-multiples of 16. Only the product with integer matrices has two variants, for one row and for
-several.
+multiples of 16. Two kinds of kernels have variants: the product with integer matrices has one for
+one row and one for several, and kernels that read a `Product` have one for tensors and one for each
+number of parts.
 
 Triton comes with torch for CUDA only, so only this folder imports Triton, and only a model on a
 CUDA device imports this folder.

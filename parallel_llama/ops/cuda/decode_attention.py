@@ -1,9 +1,9 @@
 """Decode attention: single queries over keys in blocks.
 
-The keys of a query are cut into splits whose length depends on the number of its keys alone. Each
-program handles some splits for the query heads of a KV head, or for a tile of these heads if there
-are many, and the partial results are merged split by split. So a result depends neither on the
-batch nor on the number of programs.
+The keys of a query are cut into splits, whose length depends only on the model and on the number of
+the query's keys. Each program handles some splits for the query heads of a KV head, or for a tile
+of these heads if there are many, and the partial results are merged split by split. So a result
+depends neither on the batch nor on the number of programs.
 
 Source: FlashDecoding, https://pytorch.org/blog/flash-decoding; grouped queries, arXiv 2305.13245.
 """
