@@ -26,6 +26,7 @@ from parallel_llama.ops.cpu.ir import (
     Thread,
     Value,
     Variable,
+    call_function,
     copy,
     larger,
     loop,
@@ -320,7 +321,7 @@ def _send(message: Value, n_bytes: Value, args: _ExchangeArguments[Value]) -> No
         with when(cells[sockets.SEND_FD] > -1):
             flags = Value(message.b, I32(_MSG_DONTWAIT | _MSG_NOSIGNAL))
             fd = cells[sockets.SEND_FD].resized(I32)
-            n_sent = _system(fd.b, "send", fd, message, n_bytes, flags)
+            n_sent = call_function(fd.b, "send", I64, fd, message, n_bytes, flags)
             cells[sockets.SENT] = larger(n_sent, n_bytes.like(0))
 
 
@@ -342,7 +343,7 @@ def _receive(
             with when((cells[sockets.RECEIVE_FD] > -1) & (n_received < n_all)):
                 buffer = _header_of(rows, other).bits_as(rows.raw.type) + n_received
                 fd, flags = cells[sockets.RECEIVE_FD].resized(I32), Value(b, I32(_MSG_DONTWAIT))
-                n_new = _system(fd.b, "recv", fd, buffer, n_all - n_received, flags)
+                n_new = call_function(fd.b, "recv", I64, fd, buffer, n_all - n_received, flags)
                 cells[sockets.RECEIVED] = n_received + larger(n_new, n_new.like(0))
                 n_missing.value += where(cells[sockets.RECEIVED] < n_all, args.size.like(1), 0)
         n_left.value -= 1
@@ -393,21 +394,13 @@ def _pause_by(policy: Value) -> None:
     with when(policy < WaitPolicy.YIELD):
         pause(b)
     with when(_are_equal(policy, policy.like(WaitPolicy.YIELD))):
-        _system(b, "sched_yield")
+        call_function(b, "sched_yield", I64)
     with when(policy > WaitPolicy.YIELD):
-        _system(b, "usleep", policy.like(_SLEEP_US).resized(I32))
+        call_function(b, "usleep", I64, policy.like(_SLEEP_US).resized(I32))
 
 
 def _are_equal(one: Value, other: Value) -> Value:
     return ((one < other) | (one > other)) ^ 1
-
-
-def _system(b: ir.IRBuilder, name: str, *arguments: Value) -> Value:
-    """Calls a function of the C library that returns a number, such as a number of bytes."""
-    raw = [argument.raw for argument in arguments]
-    type_ = ir.FunctionType(I64, [each.type for each in raw])
-    known = b.module.globals.get(name)
-    return Value(b, b.call(known or ir.Function(b.module, type_, name), raw))
 
 
 _EXCHANGING: dict[Medium, _Exchanging] = {

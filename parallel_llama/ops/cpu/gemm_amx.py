@@ -40,6 +40,7 @@ from parallel_llama.ops.cpu.ir import (
     Lanes,
     Thread,
     Value,
+    call_function,
     intrinsic,
     loop,
     shuffle,
@@ -296,4 +297,4 @@ def tile_instruction(b: ir.IRBuilder, name: str, *operands: int | Value) -> None
 
 def release_tiles(b: ir.IRBuilder) -> None:
     """Releases the tiles at the end of a kernel; context switches would save them otherwise."""
-    b.call(ir.Function(b.module, ir.FunctionType(VOID, []), "llvm.x86.tilerelease"), [])
+    call_function(b, "llvm.x86.tilerelease", VOID)

@@ -343,9 +343,7 @@ def in_this_order(b: ir.IRBuilder) -> None:
 def pause(b: ir.IRBuilder) -> None:
     """Emits the CPU's hint for spin loops, on x86-64."""
     if platform.machine() == "x86_64":
-        name = "llvm.x86.sse2.pause"
-        known = b.module.globals.get(name)
-        b.call(known or ir.Function(b.module, ir.FunctionType(VOID, []), name), [])
+        call_function(b, "llvm.x86.sse2.pause", VOID)
 
 
 def when(condition: Value, likely: bool | None = None) -> AbstractContextManager[None]:
@@ -407,12 +405,17 @@ def _constant(b: ir.IRBuilder, type_: ir.Type, number: float) -> Value:
     return Value(b, type_([type_.element(number)] * type_.count if is_vector else number))
 
 
+def call_function(b: ir.IRBuilder, name: str, result: ir.Type, *arguments: Value) -> Value:
+    """Calls a function of LLVM or of the C library, which its first call in a module declares."""
+    raw = [argument.raw for argument in arguments]
+    type_ = ir.FunctionType(result, [each.type for each in raw])
+    known = b.module.globals.get(name)
+    return Value(b, b.call(known or ir.Function(b.module, type_, name), raw))
+
+
 def intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
     """Calls one of LLVM's intrinsic functions."""
-    b, raw = arguments[0].b, [argument.raw for argument in arguments]
-    type_ = ir.FunctionType(result, [each.type for each in raw])
-    known = b.module.globals.get(f"llvm.{name}")
-    return Value(b, b.call(known or ir.Function(b.module, type_, f"llvm.{name}"), raw))
+    return call_function(arguments[0].b, f"llvm.{name}", result, *arguments)
 
 
 def _elementwise(name: str, x: Value, *others: Operand) -> Value:

@@ -42,6 +42,7 @@ from parallel_llama.ops.cpu.ir import (
     Thread,
     Value,
     Variable,
+    call_function,
     pause,
     repeat,
     smaller,
@@ -135,7 +136,7 @@ def _barrier(state: Value, thread: Thread) -> None:
         n_spins.value += 1
         pause(state.b)
         with when(n_spins.value > _SPINS):
-            _yield_core(state.b)
+            call_function(state.b, "sched_yield", I32)
 
 
 def _make(call: Value, number: Value, count: Value) -> None:
@@ -144,11 +145,6 @@ def _make(call: Value, number: Value, count: Value) -> None:
     part = ir.FunctionType(VOID, [argument, I64, I64]).as_pointer()
     address = b.inttoptr(call[_ARGUMENTS].raw, argument)
     b.call(b.inttoptr(call[_PART].raw, part), [address, number.raw, count.raw])
-
-
-def _yield_core(b: ir.IRBuilder) -> None:
-    known = b.module.globals.get("sched_yield")
-    b.call(known or ir.Function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
 
 
 def _host_call(_b: ir.IRBuilder, _thread: Thread, args: Exit[Value]) -> None:
