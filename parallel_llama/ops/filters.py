@@ -61,11 +61,10 @@ class Filters:
         min_p = self.min_p[:, None]
         kept = in_k & in_nucleus & (weight >= min_p) & (logits > -torch.inf)
 
-        knows_mass = (n_candidates >= top_k) | ~is_cut
         decided = (
             (n_candidates >= top_k)
             | (~is_cut & has_nucleus & (sums[:, -1:] >= needed))
-            | ((knows_mass | ~has_nucleus) & (weight[:, -1:] < min_p))
+            | ((~is_cut | ~has_nucleus) & (weight[:, -1:] < min_p))
         )
         return kept, decided[:, 0]
 

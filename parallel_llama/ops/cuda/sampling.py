@@ -267,10 +267,9 @@ def _draw_filtered(
     has_nucleus = top_p < 1
     in_nucleus = (before < needed) | (has_nucleus == 0)
     kept = in_k & in_nucleus & (weight >= min_p) & (value > -float("inf"))
-    knows = n_candidates >= top_k
     least = tl.sum(tl.where((own != _NOTHING) & (number == n_candidates - 1), weight, 0.0), 0)
-    decided = knows | ((is_cut == 0) & has_nucleus & (total >= needed))
-    decided |= (knows | (is_cut == 0) | (has_nucleus == 0)) & (least < min_p)
+    decided = (n_candidates >= top_k) | ((is_cut == 0) & has_nucleus & (total >= needed))
+    decided |= ((is_cut == 0) | (has_nucleus == 0)) & (least < min_p)
 
     noise = tl.ravel(gumbel(tl.load(keys + row), token // TILE, token[:, None], TILE))
     scores = tl.where(kept, value / temperature + noise, -float("inf"))
