@@ -89,21 +89,21 @@ _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 # ranks: about 0.2 ms of spins, or a few milliseconds of yields or sleeps if the cores are otherwise
 # idle.
 _KERNEL_TRIES = {WaitPolicy.SPIN: 4000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
-_YIELD_S = 0.005
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+YIELD_S = 0.005  # a waiting rank yields its core for this time, then sleeps
+SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 50e-6, 1e-3
 _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
 # How long the other ranks wait for the rank that reports a failure.
 _REPORT_S = 1.0
 # At most this time between two polls counts as waiting: in a longer gap, this rank itself may have
 # been stopped.
-_LONGEST_GAP_S = 0.5
+LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
 _INFO_BYTES = 4096  # of an encoded _RankInfo; Linux has up to 8192 cores, which are 2048 digits
-_NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
+NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 # Cached views of slots: a decode step uses a few, and every prefill length adds one.
-_MAX_VIEWS = 256
+MAX_VIEWS = 256
 
 
 # Whether a rank is exempt from the time limit now; if it is, its time limit restarts.
@@ -124,11 +124,8 @@ def share(
 
     Collective: every rank calls it; all get the same kind of communicator.
     """
-    fd = _create(_total_bytes(comm.size)) if comm.rank == 0 else -1
-    token = secrets.token_hex(4)
+    fd, token = _create(_total_bytes(comm.size)) if comm.rank == 0 else (-1, "")
     try:
-        if fd >= 0:
-            os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
         infos = _RankInfo.here(host_id(), fd, token).gathered(comm)
         opened = _open(infos, comm)
         ready = comm.all_gather(torch.tensor([opened is not None]))
@@ -185,10 +182,9 @@ class Region:
     @classmethod
     def create(cls, size: int) -> "Region":
         """Raises: OSError if the memory cannot be allocated."""
-        fd, token = _create(_total_bytes(size)), secrets.token_hex(4)
+        fd, token = _create(_total_bytes(size))
         if fd < 0:
             raise OSError(errno.ENOMEM, "no shared memory for the ranks")
-        os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
         return cls(size, os.getpid(), fd, token)
 
     def group(self, rank: int, pids: Sequence[int], timeouts: Timeouts) -> "SharedMemory":
@@ -253,10 +249,8 @@ class HostMemory:
         host_ids = [info.host for info in _RankInfo.here(host, -1, "").gathered(comm)]
         local_ranks = [rank for rank, other_host in enumerate(host_ids) if other_host == host]
         is_first = len(local_ranks) > 1 and comm.rank == local_ranks[0]
-        fd, token = _create(n_bytes) if is_first else -1, secrets.token_hex(4)
+        fd, token = _create(n_bytes) if is_first else (-1, "")
         try:
-            if fd >= 0:
-                os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
             infos = _RankInfo.here(host, fd, token).gathered(comm)
             first = infos[local_ranks[0]]
             is_open = _is_supported() and first.fd >= 0
@@ -322,7 +316,7 @@ class SharedMemory(Communicator):
             raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        for piece, slots in self._exchanges(_pieces(x.view(-1))):
+        for piece, slots in self._exchanges(pieces(x.view(-1), SLOT_BYTES)):
             slots[self.rank].copy_(piece)
             self._publish_and_wait(ALL_REDUCE, piece)
             if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
@@ -336,7 +330,7 @@ class SharedMemory(Communicator):
         if x.numel() == 0:
             return gathered
         parts = torch.split(_as_bytes(gathered).view(self.size, -1), SLOT_BYTES, dim=1)
-        exchanges = self._exchanges(_pieces(_as_bytes(x.contiguous())))
+        exchanges = self._exchanges(pieces(_as_bytes(x.contiguous()), SLOT_BYTES))
         for (piece, slots), part in zip(exchanges, parts, strict=True):
             slots[self.rank].copy_(piece)
             self._publish_and_wait(ALL_GATHER, piece)
@@ -361,7 +355,7 @@ class SharedMemory(Communicator):
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
         is_exempt = self._may_await_user if no_timeout and self.rank != src else _never_exempt
-        for piece, slots in self._exchanges(_pieces(_as_bytes(x))):
+        for piece, slots in self._exchanges(pieces(_as_bytes(x), SLOT_BYTES)):
             if self.rank == src:
                 slots[src].copy_(piece)
             self._publish_and_wait(BROADCAST, piece, is_exempt)
@@ -376,7 +370,7 @@ class SharedMemory(Communicator):
             before, counts[rank] = counts[rank], self._cells[rank * LINE + _KEEPALIVES]
             return counts[rank] != before
 
-        for piece, _ in self._exchanges((_NOTHING,)):
+        for piece, _ in self._exchanges((NOTHING,)):
             self._publish_and_wait(BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
     @contextmanager
@@ -480,7 +474,7 @@ class SharedMemory(Communicator):
         key = (parity, dtype, n_values)
         slots = self._views.get(key)
         if slots is None:
-            if len(self._views) >= _MAX_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             # A tensor created in inference mode cannot be written outside of it.
             with torch.inference_mode(False):
@@ -540,12 +534,12 @@ class SharedMemory(Communicator):
         seen_s = time.monotonic()
         waited_s = 0.0
         counted_s = dict.fromkeys(self._other_lines, 0.0)
-        pause = _SHORTEST_SLEEP_S
+        pause = SHORTEST_SLEEP_S
         while behind := [line for line in self._other_lines if self._cells[line] < phase]:
-            gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
+            gap_s = min(time.monotonic() - seen_s, LONGEST_GAP_S)
             seen_s = time.monotonic()
             waited_s += gap_s
-            if waited_s < _YIELD_S and self._policy is not WaitPolicy.SLEEP:
+            if waited_s < YIELD_S and self._policy is not WaitPolicy.SLEEP:
                 os.sched_yield()
                 continue
             for line in self._other_lines:
@@ -560,7 +554,7 @@ class SharedMemory(Communicator):
             if overdue := [line for line in behind if counted_s[line] > limit_s]:
                 raise self._late([line // LINE for line in overdue], limit_s)
             time.sleep(pause)
-            pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else _LONGEST_SLEEP_S)
+            pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else LONGEST_SLEEP_S)
 
     def _require_alive(self, lines: Sequence[int], phase: int) -> None:
         self.on_wait()
@@ -628,9 +622,9 @@ class SharedMemory(Communicator):
         return RankError(message + "".join(f"\n  {line}" for line in lines) + evidence)
 
 
-def _pieces(flat: Tensor) -> Sequence[Tensor]:
-    """Consecutive pieces that fit into a slot."""
-    return torch.split(flat, SLOT_BYTES // flat.itemsize) if flat.numel() else ()
+def pieces(flat: Tensor, n_bytes: int) -> Sequence[Tensor]:
+    """Consecutive pieces of at most `n_bytes` bytes."""
+    return torch.split(flat, n_bytes // flat.itemsize) if flat.numel() else ()
 
 
 def _as_bytes(x: Tensor) -> Tensor:
@@ -651,7 +645,7 @@ class _RankInfo:
 
     Args:
         fd: the descriptor of the memory, on the rank that has created it; otherwise -1.
-        token: also written into the memory, to recognise it.
+        token: also written into the memory, to recognise it; "" on the other ranks.
         cores: a hexadecimal mask of the cores that the rank may use.
         stacks_fd: the descriptor of the rank's file of stacks.
     """
@@ -706,19 +700,21 @@ def host_id() -> str:
     return f"{boot} {namespace}"
 
 
-def _create(n_bytes: int) -> int:
-    """The descriptor of a new anonymous file, or -1 if the host does not support it."""
+def _create(n_bytes: int) -> tuple[int, str]:
+    """The descriptor and the token of new memory, or -1 and "" if the host does not support it."""
     if not _is_supported():
-        return -1
+        return -1, ""
     with suppress(OSError):
         fd = os.memfd_create(_NAME)
         try:
             # Allocated now: a later write to a full file system would kill the rank.
             os.posix_fallocate(fd, 0, n_bytes)
-            return fd
+            token = secrets.token_hex(4)
+            os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
+            return fd, token
         except OSError:
             os.close(fd)
-    return -1
+    return -1, ""
 
 
 def _open(infos: list[_RankInfo], comm: Communicator) -> tuple[mmap.mmap, Peers] | None:

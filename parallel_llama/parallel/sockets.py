@@ -58,7 +58,16 @@ from parallel_llama.parallel.collectives import Communicator, Exchange, put_colu
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.rank_stacks import call_site, own_evidence, process_state
-from parallel_llama.parallel.shared_memory import HostMemory
+from parallel_llama.parallel.shared_memory import (
+    LONGEST_GAP_S,
+    LONGEST_SLEEP_S,
+    MAX_VIEWS,
+    NOTHING,
+    SHORTEST_SLEEP_S,
+    YIELD_S,
+    HostMemory,
+    pieces,
+)
 from parallel_llama.parallel.signatures import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -97,12 +106,7 @@ _N_SHARED_SETS = _PRIVATE_SET = 2
 _PYTHON_TRIES = 150
 _KERNEL_TRIES = {WaitPolicy.SPIN: 8000, WaitPolicy.YIELD: 500, WaitPolicy.SLEEP: 100}
 _POLL_S = 0.25
-# At most this time between two polls counts as waiting: in a longer gap, this rank itself may have
-# been stopped.
-_LONGEST_GAP_S = 0.5
 _CONNECT_S = 20.0
-_YIELD_S = 0.005  # a rank that waits for ranks of its host yields for this time, then sleeps
-_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
 _KEEPALIVE_S = 1.0
 # The events of poll for a connection that the other rank has closed.
 _HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -116,10 +120,6 @@ _FAILURE = 7 << 60
 _KEEPALIVE, _COMPUTING = 6 << 60, 5 << 60
 _DIED, _LATE, _MISMATCH = range(3)
 _RANK_BITS = 16
-
-_MAX_VIEWS = 256
-
-_NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Sockets(Communicator):
             raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        for piece in _pieces(x.view(-1)):
+        for piece in pieces(x.view(-1), MAX_BYTES):
             counts = [piece.numel()] * self.size
             self._all_to_all(ALL_REDUCE, piece, piece, counts)
             sum_in_order(self._parts(x.dtype, counts), piece)
@@ -273,8 +273,8 @@ class Sockets(Communicator):
         if x.numel() == 0:
             return gathered
         rows = gathered.view(self.size, -1).view(torch.uint8)
-        pieces = _pieces(x.contiguous().view(-1).view(torch.uint8))
-        for piece, columns in zip(pieces, torch.split(rows, MAX_BYTES, dim=1), strict=True):
+        sent = pieces(x.contiguous().view(-1).view(torch.uint8), MAX_BYTES)
+        for piece, columns in zip(sent, torch.split(rows, MAX_BYTES, dim=1), strict=True):
             counts = [len(piece)] * self.size
             self._all_to_all(ALL_GATHER, piece, piece, counts)
             for row, part in zip(columns, self._parts(torch.uint8, counts), strict=True):
@@ -299,7 +299,7 @@ class Sockets(Communicator):
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
         limit_s = math.inf if no_timeout and self.rank != src else self._timeouts.step_s
-        for piece in _pieces(x.view(-1).view(torch.uint8)):
+        for piece in pieces(x.view(-1).view(torch.uint8), MAX_BYTES):
             self._set = _PRIVATE_SET
             if self.rank == src:
                 self._exchange(BROADCAST, piece, piece, {}, self._sockets, limit_s)
@@ -311,7 +311,7 @@ class Sockets(Communicator):
     def barrier(self) -> None:
         nothing = dict.fromkeys(self._sockets, 0)
         self._set = _PRIVATE_SET
-        self._exchange(BARRIER, _NOTHING, None, nothing, self._sockets, self._timeouts.start_s)
+        self._exchange(BARRIER, NOTHING, None, nothing, self._sockets, self._timeouts.start_s)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -492,10 +492,10 @@ class Sockets(Communicator):
             awaited: ranks of this host that have not published.
         """
         seen_s, waited_s, before = time.monotonic(), 0.0, (0, 0)
-        pause_s, has_sent_later, gone = _SHORTEST_SLEEP_S, set[int](), set[int]()
+        pause_s, has_sent_later, gone = SHORTEST_SLEEP_S, set[int](), set[int]()
         while self._make_progress(to_send, to_receive, awaited):
             now_s = time.monotonic()
-            waited_s += min(now_s - seen_s, _LONGEST_GAP_S)
+            waited_s += min(now_s - seen_s, LONGEST_GAP_S)
             seen_s = now_s
             progress = self._progress(), len(awaited)
             if progress != before:
@@ -508,7 +508,7 @@ class Sockets(Communicator):
                 message = late(overdue, self.size, allowed_s) + self._why_late()
                 self._fail(message, overdue[0], _LATE, self.rank)
             self.on_wait()
-            may_yield = self._policy is not WaitPolicy.SLEEP and waited_s < _YIELD_S
+            may_yield = self._policy is not WaitPolicy.SLEEP and waited_s < YIELD_S
             if not to_send and not to_receive and may_yield:
                 os.sched_yield()
                 continue
@@ -525,7 +525,7 @@ class Sockets(Communicator):
                 polled = poller.poll(1e3 * min(_POLL_S, remaining_s + 1e-3))
             else:  # ranks of this host publish in memory, which cannot be polled
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_SLEEP_S)
+                pause_s = min(2 * pause_s, LONGEST_SLEEP_S)
                 polled = poller.poll(0)
             events_of = dict(polled)
             for rank, sock in self._sockets.items():
@@ -773,7 +773,7 @@ class Sockets(Communicator):
         key = self._set, rank, dtype, n_values
         view = self._views.get(key)
         if view is None:
-            if len(self._views) >= _MAX_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             n_bytes = n_values * dtype.itemsize
             # A tensor created in inference mode cannot be written outside of it.
@@ -841,8 +841,3 @@ class SocketsBesideGloo(Sockets):
 
 def _is_note(signature: int) -> bool:
     return signature in (_KEEPALIVE, _COMPUTING, _COMPUTING + 1)
-
-
-def _pieces(flat: Tensor) -> Sequence[Tensor]:
-    """Consecutive pieces that fit into a message."""
-    return torch.split(flat, MAX_BYTES // flat.itemsize) if flat.numel() else ()

@@ -151,7 +151,7 @@ def test_ranks_that_can_share_memory_use_it(ranks):
 
 
 def map_with_another_token(_: Communicator) -> bool:
-    fd = shared_memory._create(shared_memory._total_bytes(2))
+    fd, _ = shared_memory._create(shared_memory._total_bytes(2))
     host = shared_memory._RankInfo.here("here", fd, "an offer")
     refused = (
         shared_memory._map(host.pid, host.fd, host.token, shared_memory._total_bytes(2)) is None
@@ -350,7 +350,7 @@ def reduce_many_sizes(comm: Communicator) -> int:
 
 
 def test_number_of_cached_slot_views_is_bounded(ranks):
-    assert all(0 < n <= shared_memory._MAX_VIEWS < 399 for n in ranks(2).run(reduce_many_sizes))
+    assert all(0 < n <= shared_memory.MAX_VIEWS < 399 for n in ranks(2).run(reduce_many_sizes))
 
 
 def n_stack_files() -> int:
