@@ -19,6 +19,8 @@ from parallel_llama.ops.cuda.launch import await_inputs, launch, tile
 from parallel_llama.ops.cuda.linear import load_row, source_of
 from parallel_llama.ops.part_sums import Product
 
+_LEAST_SCALE = tl.constexpr(kv_rows.LEAST_SCALE)
+
 
 def can_store(head_dim: int, cache_dtype: torch.dtype) -> bool:
     """Whether the kernel can write rows of a cache: their scales must be aligned as float32."""
@@ -123,7 +125,7 @@ def _store(cache, scales, at, numbers, x, is_there, head_dim, LARGEST: tl.conste
         # NaN if a number is not finite, which makes the whole row NaN.
         largest = tl.max(tl.abs(wide)) + tl.sum(wide * 0)
         scale = tl.div_rn(largest, LARGEST)
-        scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+        scale = tl.where(scale < _LEAST_SCALE, _LEAST_SCALE, scale)
         kept = tl.div_rn(wide, tl.zeros_like(wide) + scale)
         tl.store(cache + at + numbers, _byte(kept, LARGEST), is_there)
         tl.store(scales + (at + head_dim) // 4, scale)
