@@ -57,11 +57,11 @@ def meter(n_threads: int) -> Callable[[], Rates]:
     a, b = torch.ones(2, _SIDE, _SIDE)
     multiply = partial(torch.mm, a, b, out=torch.empty_like(a))
 
-    def look() -> Rates:
+    def measure() -> Rates:
         torch.set_num_threads(n_threads)
         return Rates(n_bytes / _least_s(read), 2 * _SIDE**3 / _least_s(multiply))
 
-    return look
+    return measure
 
 
 def _least_s(run: Callable[[], object]) -> float:

@@ -71,7 +71,7 @@ class Attention:
         )
         self.n_heads, self.n_kv_heads = args.n_heads, args.n_kv_heads
         self.is_normed_across_heads = args.qk_norm_across_heads
-        self.wide_dtype = torch.promote_types(backend.dtype, torch.float32)
+        self.wide_dtype = backend.wide_dtype
         self.q_norm, self.k_norm = (
             _head_norm(args, len(rows), backend) if args.qk_norm else None
             for rows in (q_rows, kv_rows)

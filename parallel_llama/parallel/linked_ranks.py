@@ -239,12 +239,12 @@ class Links:
     def _ended(self, within_s: float) -> dict[int, str]:
         """Waits up to `within_s` seconds for a rank to be lost. Returns: reasons, by first rank."""
         poller = select.poll()
-        rank_of_fd = {sock.fileno(): rank for rank, sock in enumerate(self._links.values(), 1)}
-        for fd in rank_of_fd:
+        numbered = enumerate(self._links.items(), 1)
+        by_fd = {sock.fileno(): (rank, first) for rank, (first, sock) in numbered}
+        for fd in by_fd:
             poller.register(fd, select.POLLIN)
-        lost = [rank_of_fd[fd] for fd, _ in poller.poll(1e3 * within_s)]
-        first_ranks = list(self._links)
-        return {first_ranks[rank - 1]: self._why(rank, first_ranks[rank - 1]) for rank in lost}
+        lost = [by_fd[fd] for fd, _ in poller.poll(1e3 * within_s)]
+        return {first: self._why(rank, first) for rank, first in lost}
 
     def _why(self, rank: int, first: int) -> str:
         reason = b""

@@ -65,7 +65,7 @@ _TORCHRUN = _Launcher(
     "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "start them with torchrun or with --nproc",
 )  # fmt: skip
-_SLURM = (
+_SLURM_REMEDY = (
     "add this line before srun: export MASTER_PORT=29500 "
     'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 )
@@ -73,7 +73,9 @@ _MPIEXEC = _Launcher(
     "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
     "add -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 to mpiexec, where rank 0 runs on HOST",
 )  # fmt: skip
-_SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", _SLURM)
+_SRUN = _Launcher(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", _SLURM_REMEDY
+)
 _LAUNCHERS = (
     _Launcher(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -82,7 +84,7 @@ _LAUNCHERS = (
     ),
     _MPIEXEC,
     _SRUN,
-    _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", _SLURM),
+    _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", _SLURM_REMEDY),
 )  # fmt: skip
 
 

@@ -179,7 +179,7 @@ class CompiledKernel(Generic[ArgumentsT]):
     Attributes:
         part: the address of the function that each thread runs, which takes the address of packed
             arguments, the thread's number, and the number of threads.
-        packed: packs arguments as the kernel reads them.
+        pack: packs arguments as the kernel reads them.
     """
 
     def __init__(self, arguments: type[ArgumentsT], body: Body, **types: ir.Type) -> None:
@@ -189,11 +189,11 @@ class CompiledKernel(Generic[ArgumentsT]):
         self._code = _linked(_compiled(signature, body), library)
         self._entry = ctypes.c_void_p(self._code["entry"])
         self.part: int = self._code["part"]
-        self.packed = signature.pack
+        self.pack = signature.pack
         self._start = library.GOMP_parallel
 
     def __call__(self, n_threads: int, arguments: ArgumentsT) -> None:
-        packed = self.packed(arguments)
+        packed = self.pack(arguments)
         if n_threads == 1:
             self._start(self._entry, packed, 1, 0)
             return

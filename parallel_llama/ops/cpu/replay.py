@@ -198,7 +198,7 @@ class Recording:
         self, program: CompiledKernel[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
     ) -> None:
         """Records a call; this is a `Launcher`."""
-        self._calls.append((program, n_threads, program.packed(arguments)))
+        self._calls.append((program, n_threads, program.pack(arguments)))
 
     def exit(self, fallback: Callable[[], None]) -> Exit[int]:
         """An exit for the next recorded call; if the call takes it, the replay runs `fallback`."""

@@ -45,8 +45,8 @@ def expert_dispatch(experts: Tensor, local_experts: range) -> tuple[Dispatch, Di
     starts = experts.new_empty(len(local_experts) + 1)
     grid = (triton.cdiv(n + len(starts), _TILE),)
     launch(
-        _routes, grid, experts, tokens, order, pairs, starts, n, n_active, local_experts.start,
-        len(local_experts), TILE=_TILE,
+        _expert_dispatch, grid, experts, tokens, order, pairs, starts, n, n_active,
+        local_experts.start, len(local_experts), TILE=_TILE,
     )  # fmt: skip
     max_rows = len(experts)
     return Dispatch(tokens, order, starts, max_rows), Dispatch(order, pairs, starts, max_rows)
@@ -84,7 +84,7 @@ def _route(
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["order", "pairs"])
-def _routes(
+def _expert_dispatch(
     experts, tokens, order, pairs, starts, n, n_active, first_expert, n_experts, TILE: tl.constexpr
 ):
     """The index of a pair is the number of pairs with a smaller sort key.

@@ -105,7 +105,7 @@ COUNTS = {
     "_sum": 2,
     "_round": 2,
     "_route": 4,
-    "_routes": 1,
+    "_expert_dispatch": 1,
     "_routed": 3,
     "_weighted": 2,
 }
