@@ -33,7 +33,8 @@ from parallel_llama.serve.log import log_to_stderr
 _ALIVE_CHECK_MS = 200  # while idle, between checks that the other ranks are alive
 _REPORT_EVERY_S = 1.0  # during work that may take longer than a step
 _SCORED_ROWS = 256  # maximum prompt log-probabilities per frame
-_WARM_TOKENS = 15  # less than a block of the default size, so that the prefix cache stores nothing
+# With up to 3 drawn tokens, less than a block of the default size: the prefix cache stores nothing.
+_WARM_TOKENS = 13
 
 
 class EngineProcess:
@@ -149,10 +150,10 @@ class EngineProcess:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Tells the frontend regularly that the engine works, and runs no step meanwhile.
+        """Tells the frontend every second that the engine works; the body must not use the socket.
 
-        Otherwise the frontend would stop the engine if reading weights takes longer than a step
-        may take.
+        Otherwise the frontend would stop the engine if the body, such as reading weights, takes
+        longer than a step may take.
         """
         is_complete = Event()
 

@@ -280,6 +280,12 @@ def test_statistics_and_rank_facts_report_gpu_memory(model, monkeypatch):
         )
 
 
+def test_first_request_of_a_server_leaves_the_prefix_cache_empty(model):
+    with LLM(str(model), dtype="float64") as own, socket.socket() as unconnected:
+        EngineProcess(own.ranks, FrameSocket(unconnected))._warm_up()
+        assert own.engine.times.n_steps == 3 and [pool.n_cached for pool in own.engine.pools] == [0]
+
+
 def test_step_times_are_counted_by_phase(model):
     with LLM(str(model), dtype="float64") as own:
         began = time.perf_counter()
