@@ -17,7 +17,8 @@ DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
 ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 # Kinds of weights, which may have different formats: matrices of layers; "outer", the embedding and
-# the head; and vectors, which have the dtype of computation.
+# the head; and vectors, which have the dtype of computation (router biases and sinks: at least
+# float32).
 Kind = Literal["matrix", "outer", "vector"]
 
 # dtypes by their names in safetensors files; only the last three can be read from GGUF files.
@@ -219,10 +220,10 @@ class InputFormat:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of activations and vectors, and the format of the matrices of layers.
+    """The dtype of computation, and the format of the matrices of layers.
 
     Args:
-        computed: the dtype of activations and vectors.
+        computed: the dtype of activations, and of vectors except router biases and sinks.
         matrices: the format of the matrices of layers.
         stored: by Meta's names, the formats of matrices that run as the files store them.
         inputs: by name, the input formats of matrices that the files store quantised and that are

@@ -489,8 +489,9 @@ class LLM:
     def unattended(self) -> Iterator[None]:
         """A context in which this program does not wait for a person between two steps.
 
-        If it hangs there, the other ranks of its host report it after the time limit of a step.
-        Otherwise they wait for it without a limit. Has no effect with `elastic`.
+        In the context, the other ranks of this host fail if rank 0 starts no step within the time
+        limit of a step. Outside of the context, they wait for the next step without a limit. Has no
+        effect with `elastic`.
         """
         self._require_usable()
         if self.ranks.setup.config.elastic:  # the group, and its communicator, may change

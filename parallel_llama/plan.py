@@ -70,7 +70,8 @@ KVSplit = Literal["heads", "sequence"]
 
 # With this many tokens, the products of a piece of a step take longer than reading the weights.
 MIN_PIECE_TOKENS = 64
-# With more pieces the stages are idle for less time, but each piece needs an exchange of all ranks.
+# With more pieces the stages are idle for less time, but each piece is broadcast to all ranks after
+# every stage.
 MAX_PIECES_PER_STAGE = 4
 
 
@@ -550,7 +551,7 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
     if kv_parts > 1:
         return (
             "decode steps run operator by operator: with a KV cache sharded by sequence the ranks "
-            "exchange their parts of each attention; shard it by heads if the KV cache fits"
+            "exchange their parts of each attention; shard the KV cache by heads if it then fits"
         )
     if args.attention_sinks:
         where = f" beyond the window of {args.sliding_window} tokens" if device == "cpu" else ""

@@ -55,7 +55,7 @@ class Grammar:
         kinds = get_args(GrammarKind)
         if self.kind not in kinds:
             raise UsageError(f"grammar kind {shown(self.kind)} is unknown; use {', '.join(kinds)}")
-        _checked_text("the grammar", self.text, MAX_GRAMMAR_BYTES)
+        _checked_text("the grammar's text", self.text, MAX_GRAMMAR_BYTES)
         if not self.text:
             raise UsageError("the grammar is empty; leave it out, or write one")
 
@@ -410,10 +410,11 @@ class Completion(_ShortRepr):
         prompt_logprobs: one entry per prompt token; None for the first.
         seed: a request with this seed produces the same tokens; None for greedy decoding.
         n_cached_tokens: prompt tokens that were in the prefix cache when the request started.
-        prompt, prompt_token_ids, outputs: fields of vLLM's RequestOutput, which `LLM.generate` and
-            `LLM.chat` add: the text of the prompt (None for token ids), its ids, and all choices.
+        prompt, prompt_token_ids, outputs: fields of vLLM's RequestOutput, which `LLM.generate`,
+            `LLM.chat` and `AsyncLLM.generate` add: the text of the prompt (None for token ids), its
+            ids, and all choices.
         stop_reason: the request's stop string or stop token id that ended the choice, if any.
-        reasoning: the model's reasoning, if `LLM.chat` or `generate --chat` has separated it.
+        reasoning: the model's reasoning, if the prompt is a conversation and the model marks it.
     """
 
     index: int

@@ -122,7 +122,8 @@ KV_SPLIT: Flag[KVSplit] = Flag(
 EXACT: Flag[bool | None] = Flag(
     "exact",
     "results have the same bits on any number of ranks; --no-exact is usually faster",
-    default_text="on for CPU ranks of one host or with --pp, unless ranks hold different experts",
+    default_text="on for CPU ranks of one host or with --pp, unless ranks hold different experts "
+    "or the CPU's kernels are not available",
     subject="ranks",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(

@@ -262,7 +262,7 @@ def memory_sizes(text: str) -> int | list[int]:
     except ValueError:
         raise ValueError(
             f"not sizes such as 80 (GiB), 24GB, 24G, 80,80,40 or 80x8, for at most {MAX_RANKS} "
-            "ranks; for names of GPUs use --gpus"
+            "ranks; names of GPUs are only for plan --gpus"
         ) from None
     return sizes
 

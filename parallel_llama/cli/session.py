@@ -177,8 +177,8 @@ def capacity_line(capacity: "Capacity", max_seq_len: int) -> str:
     """The capacity of the KV cache, in one line."""
     n_full = capacity.n_full_requests(max_seq_len)
     return (
-        f"KV cache: {capacity.n_tokens:,} tokens, {size(capacity.n_bytes)} on each rank, room for "
-        f"{counted(n_full, 'request')} of {max_seq_len:,} tokens"
+        f"KV cache: {capacity.n_tokens:,} tokens, at most {size(capacity.n_bytes)} per rank, room "
+        f"for {counted(n_full, 'request')} of {max_seq_len:,} tokens"
     )
 
 

@@ -53,7 +53,7 @@ class StopChecker:
         self._withheld = ""
 
     def push(self, piece: str, may_end: bool = True) -> str:
-        """Add a piece. Returns: the text that is now final; "" from the first stop string on.
+        """Add a piece. Returns: the text that is now final; "" after the first stop string.
 
         With `may_end` false, stop strings that end in this piece do not end the text.
         """
@@ -74,7 +74,7 @@ class StopChecker:
     def flush(self) -> str:
         """Make all text final. Returns: the text that was held back; "" after a stop string.
 
-        No stop string begins before text that is added later.
+        A stop string that begins before this call and ends after it is not found.
         """
         withheld, self._withheld, self._prefix = self._withheld, "", self._root
         return withheld
@@ -113,8 +113,8 @@ class Detokenizer:
             if tokenizer
             else None
         )
-        # Its `piece` is b"" for a marker. None if the request hides no markers.
-        self._visible = tokenizer.vocabulary if tokenizer and request.hides_markers else None
+        # The vocabulary, whose `piece` is b"" for a marker; None if the request hides no markers.
+        self._vocabulary = tokenizer.vocabulary if tokenizer and request.hides_markers else None
         self._stop = StopChecker(params.stop, shows_stop=params.include_stop_str_in_output)
         self._shown: list[str] = []
         self._n_tokens = 0
@@ -143,7 +143,7 @@ class Detokenizer:
         shown = ""
         if self._decoder is not None and is_text:
             piece = self._decoder.push(token)
-            is_marker = self._visible is not None and not self._visible.piece(token)
+            is_marker = self._vocabulary is not None and not self._vocabulary.piece(token)
             final = self._stop.flush() + piece if is_marker else self._check_stop_strings(piece)
             shown = self._show(final)
         if is_stop or is_last:

@@ -85,7 +85,10 @@ class DraftBudget:
         return len(self._costs) - 1
 
     def n_allowed(self) -> int:
-        """The number of drafts to run in this step."""
+        """The number of drafts to run in this step.
+
+        Call it at most once per step, because each call counts as a step.
+        """
         best = self._best()
         if best:
             self._n_steps_to_wait = self._n_steps_waited = 0

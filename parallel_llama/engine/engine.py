@@ -117,7 +117,9 @@ class Engine:
         self.max_drafts = max_drafts
         self.rpc = b""
         self.held_adapters: list[str | None] = []  # of texts that are being scored; for rank 0
-        self.begun: list[int] = []  # tickets of requests that began in the latest step
+        # Tickets of requests that ran for the first time, or for the first time since `resume`, in
+        # the latest step.
+        self.begun: list[int] = []
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
         self._outputs = OutputProcessor(tokenizer, grammars)
@@ -297,9 +299,9 @@ class Engine:
 
         Collective: `broadcast_bytes` of a message. If any tokens run: with a draft model, as
         `DraftModel.run`; as a forward pass; for grammars, `broadcast_bytes` of the masks; as
-        `sample`; for log-probabilities of prompts, as `score_tokens`; one broadcast; and as
-        `IntegrityCheck.after_step`. After a NumericalError: a barrier, and as
-        `IntegrityCheck.compare_products`.
+        `draw_each`, or as `PendingDraws` if the device draws the tokens; for log-probabilities of
+        prompts, as `score_tokens`; one broadcast; and as `IntegrityCheck.after_step`. After a
+        NumericalError: a barrier, and as `IntegrityCheck.compare_products`.
 
         Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf; all requests
         are then discarded. IntegrityError if a bit has flipped or a product is wrong; the ranks

@@ -287,7 +287,8 @@ class InputProcessor:
         except UsageError as error:
             SamplingParams(**overrides)
             raise UsageError(
-                f"the model's own settings, in {self.files.path}: {error}; or set another value"
+                f"the model's default sampling parameters, in {self.files.path}: {error}; correct "
+                "it there, or set this parameter in the request"
             ) from error
 
     def requests(

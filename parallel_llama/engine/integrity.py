@@ -283,7 +283,8 @@ def _findings(
 ) -> Iterator[str | None]:
     """Compare all memory. Yields: for each part, the fault or None.
 
-    Between two parts `stored` may change, and this refers to no sums: they hold their memory.
+    Between two parts `stored` may change. So this generator keeps no reference to a _StoredSums,
+    which would keep the memory of an unloaded adapter allocated.
     """
     for name in list(stored):
         number = 0

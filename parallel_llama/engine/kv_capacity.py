@@ -223,11 +223,12 @@ class CacheSize:
             )
             needed = model + cache + working
             if needed > pool.n_free:
-                remedy = " or a smaller KV cache" if self.n_bytes else ""
+                remedy = ", a smaller KV cache" if self.n_bytes else ""
                 raise UsageError(
                     f"rank {pool.ranks[0]} of {comm.size} needs {needed} bytes of its GPU, which "
                     f"has {pool.n_free} free: {model} for weights, {cache} for the KV cache, "
-                    f"{working} as workspace; use more ranks, --quant int8, a smaller dtype{remedy}"
+                    f"{working} as workspace; use more ranks, --quant int8{remedy} or a smaller "
+                    "dtype"
                 )
 
     def agree(self, comm: Communicator, memory: DeviceMemory) -> Capacity:

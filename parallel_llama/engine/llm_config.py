@@ -37,14 +37,14 @@ def require_elastic(
     """Raises: UsageError for settings with which ranks cannot continue after a loss."""
     settings = {
         "GPUs": device == "cuda",
-        "a KV cache split by sequence": kv_split == "sequence",
+        "a KV cache sharded by sequence": kv_split == "sequence",
         "a slice": slice_of is not None,
     }
     for name, is_given in settings.items():
         if is_given:
             raise UsageError(
-                f"elastic and {name} cannot be combined: only CPU ranks with a KV cache "
-                "split by heads can continue after a loss; drop one"
+                f"elastic and {name} cannot be combined: elastic needs CPU ranks, a KV cache "
+                "sharded by heads, and no slice; drop one"
             )
 
 
@@ -64,7 +64,7 @@ def require_pipeline(
     if device == "cuda":
         raise UsageError("a pipeline (pp) on GPUs is not supported; use the CPU, or drop pp")
     settings = {
-        "a KV cache split by sequence": kv_split == "sequence",
+        "a KV cache sharded by sequence": kv_split == "sequence",
         "elastic": elastic,
         "a slice": slice_of is not None,
     }
@@ -84,7 +84,7 @@ def require_draft_model(
     """Raises: UsageError for settings with which a draft model cannot run."""
     settings = {
         "GPUs": device == "cuda",
-        "a KV cache split by sequence": kv_split == "sequence",
+        "a KV cache sharded by sequence": kv_split == "sequence",
         "a pipeline (pp)": pp > 1,
         "attention sinks": attention_sinks > 0,
         "a slice": slice_of is not None,
@@ -196,7 +196,8 @@ class LLMConfig:
             share a KV head do not all store it.
         exact: the same bits on any number of ranks: ranks exchange the inputs and the outputs of wo
             and w2 instead of partial sums. By default True on the CPU if all ranks are on one host
-            or `pp` is above 1, except where ranks hold different experts; False is usually faster.
+            or `pp` is above 1, except where ranks hold different experts or the CPU's kernels are
+            not available; False is usually faster.
         attention_sinks: number of first tokens that stay visible outside a sliding window. With
             them a sequence may be longer than the context.
         block_size: tokens of a block of the KV cache; rounded up to a multiple of 128 with exact

@@ -23,7 +23,8 @@ class StepResult(Generic[Key]):
     """The outputs of one step, each with the key of its request.
 
     Args:
-        begun: the keys of requests that ran for the first time.
+        begun: the keys of requests that ran for the first time, or for the first time since the
+            ranks changed.
         seconds: the duration of the step.
         refused: requests that ended because they no longer fit after the loss of a rank.
     """

@@ -42,8 +42,9 @@ SCORED_TOKEN_WORK = 2
 # a step's tokens. Long prompts wait while it runs, for at most MAX_DEFERRED_STEPS steps in a row.
 SHORT_FRACTION = 1 / 8
 MAX_DEFERRED_STEPS = 8
-# For this many steps after the last step with a short request, while other requests run or wait, at
-# most SHORT_FRACTION of a step's tokens are prompt tokens: the next short request then starts soon.
+# For this many steps after the last step with a short request, while a request that is not short
+# runs or waits, at most SHORT_FRACTION of a step's tokens are prompt tokens, so that the next short
+# request starts soon.
 RECENT_STEPS = 256
 
 # In the first step after the loss of a rank, at most this fraction of a step's tokens are prompt

@@ -18,9 +18,9 @@ from parallel_llama.serve.asgi import REQUEST_ID_HEADER
 from parallel_llama.serve.errors import HTTPError, error_response
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
-# The name in a scope's state of a function that admits the connection if a slot is free.
+# Key of the scope's state: a function that admits the connection if a slot is free.
 ADMIT = "parallel_llama.admit"
-# The name in a scope's state of the account that is charged for the request's completions.
+# Key of the scope's state: the account that is charged for the request's completions.
 ACCOUNT = "parallel_llama.account"
 TOO_MANY_CONNECTIONS = "too many connections are open; try again later"
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512

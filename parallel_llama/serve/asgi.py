@@ -22,7 +22,7 @@ T = TypeVar("T")
 REQUEST_ID_HEADER = "x-request-id"
 MAX_ID_CHARS = 128
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, only for the log
-# The name in a scope of the code and the parameter of an error, for the log.
+# Key of the ASGI scope under which an error's code and parameter are stored for the log.
 REASON = "parallel_llama.reason"
 CHUNK_BYTES = 64 << 10
 DONE = b"data: [DONE]\n\n"

@@ -2,7 +2,8 @@
 
 Unknown fields are refused; the error names a similar known field. Fields below "Ignored" are
 accepted because SDKs send them. Fields in WITHOUT_EFFECT may have any value of their type, and are
-logged once; other ignored fields must have the value that changes nothing.
+logged once; so may `lora_int_id`, which is not logged. Other ignored fields must have the value
+that changes nothing.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """

@@ -50,7 +50,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     """One rank of the engine.
 
     Args:
-        pid: None if the rank runs on another host.
+        pid: None if rank 0 has not started the rank, as under torchrun; never None for rank 0.
         cuda_bytes: peak memory on the rank's GPU until the model was loaded; None on the CPU.
     """
 
@@ -61,7 +61,7 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
-    """The engine is ready. Units: bytes on each rank, tokens."""
+    """The engine is ready. Units: tokens, bytes; `kv_bytes` is the largest cache of any rank."""
 
     dtype: str
     quant: str
@@ -121,7 +121,8 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
     """The outputs of one step, its duration in seconds, and the engine's load after it.
 
-    `begun` has the keys of the requests that ran for the first time.
+    `begun` has the keys of the requests that ran for the first time, or for the first time since
+    the ranks changed.
     """
 
     outputs: tuple[Output, ...]

@@ -348,7 +348,7 @@ def test_reload_copies_weights_a_rank_holds_and_reads_the_others(tmp_path, model
         ({"elastic": True, "device": "cuda"}, "elastic and GPUs cannot be combined"),
         (
             {"elastic": True, "kv_split": "sequence"},
-            "elastic and a KV cache split by sequence cannot",
+            "elastic and a KV cache sharded by sequence cannot",
         ),
         ({"elastic": True, "memory": (1, 2)}, "elastic and memory cannot be combined"),
         ({"spares": 1}, "spares \\(1\\) without elastic"),

@@ -63,7 +63,8 @@ def test_given_sampling_params_override_generation_config(folder):
 
 def test_generation_config_out_of_range_is_refused_unless_overridden(folder):
     state(folder, do_sample=True, top_k=-2)
-    with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-2.*set another value"):
+    expected = r"default sampling parameters, in .*chat: top_k=-2.*; correct it there, or set"
+    with pytest.raises(UsageError, match=expected):
         input_processor(folder).sampling_params(temperature=1)
     assert input_processor(folder).sampling_params(top_k=0).top_k == 0
     with pytest.raises(UsageError, match=r"^top_p=2"):  # the caller's own mistake

@@ -175,7 +175,7 @@ def test_a_plan_shows_stages_and_the_bytes_of_each_rank(capsys: Capture):
         ({"pp": 2, "device": "cuda"}, r"a pipeline \(pp\) on GPUs is not supported; use the CPU"),
         (
             {"pp": 2, "kv_split": "sequence"},
-            "a pipeline .* and a KV cache split by sequence cannot be combined",
+            "a pipeline .* and a KV cache sharded by sequence cannot be combined",
         ),
         ({"pp": 2, "slice_of": (0, 2)}, r"a pipeline \(pp\) and a slice cannot be combined"),
     ],

@@ -30,7 +30,7 @@ DYNAMIC = replace(ARGS, rope_scaling=RopeScaling("dynamic", factor=2.0))
         (
             ARGS,
             "sequence",
-            "sharded by sequence the ranks .* shard it by heads",
+            "sharded by sequence the ranks .* shard the KV cache by heads",
         ),
         (SINKING, "heads", "operator by operator because of attention sinks; drop them if"),
         (DYNAMIC, "heads", "operator by operator: dynamic scaling"),
