@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.calibration import RankRates
 from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.fair_lock import FairLock
 from parallel_llama.engine.input_processor import (
     InputProcessor,
     Prompt,
@@ -34,7 +35,6 @@ from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
-from parallel_llama.engine.turns import Turns
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import bytes_passed_over
 from parallel_llama.parallel.communicators import use_device
@@ -144,7 +144,7 @@ class LLM:
             setup.weight_bytes, self.ranks.cuda_bytes, load_s=time.monotonic() - start_s
         )
         self._loop: EngineLoop[tuple[_GenerateCall, int]] = EngineLoop(self.ranks)
-        self._turns, self._is_lent = Turns(), False
+        self._lock, self._is_lent = FairLock(), False
         self._inputs_lock = threading.Lock()  # a tokenizer or template need not be thread-safe
         if self.rank > 0:
             self.ranks.follow()
@@ -281,7 +281,7 @@ class LLM:
         call = _GenerateCall()
         self.statistics.begin()
         try:
-            with self._turn():
+            with self._exclusive():
                 for request in requests:
                     self.engine.check(request)
                 for number, request in enumerate(requests):
@@ -289,7 +289,7 @@ class LLM:
                     call.unfinished.add(number)
             while call.unfinished or call.inbox:
                 if interrupted():
-                    with self._turn():
+                    with self._exclusive():
                         self._cancel(call)
                 self._await_output(call)
                 if call.refused is not None and not finishes_others:
@@ -363,7 +363,7 @@ class LLM:
         engine = self.engine
         engine.held_adapters.append(adapter)
         try:
-            with self._turn():
+            with self._exclusive():
                 engine.require_adapter(adapter)
             yield
         finally:
@@ -383,7 +383,7 @@ class LLM:
             score = partial(rank_rpc.score_sequence, self.engine, part, adapter)
             scored = None
             while scored is None:
-                with self._turn():
+                with self._exclusive():
                     if self.engine.idle or self.engine.scheduler.has_room(len(part)):
                         scored = self.ranks.retry_after_loss(score)
                     else:
@@ -400,7 +400,7 @@ class LLM:
         supported or some rank cannot read it; then no rank has the adapter.
         """
         (path,) = adapter_folders({name: folder}).values()
-        with self._turn():
+        with self._exclusive():
             self.ranks.change_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
@@ -409,12 +409,12 @@ class LLM:
         Raises: UsageError if it is not loaded, or an unfinished request or `score` uses it; and
         with `elastic`.
         """
-        with self._turn():
+        with self._exclusive():
             self.ranks.change_adapter(name, None)
 
     def machine(self) -> Machine:
         """The memory bandwidth of all ranks, and their peak memory."""
-        with self._turn():
+        with self._exclusive():
             if self.ranks.comm is not self.engine.comm:  # a slice
                 return measure(self.ranks.comm, self.device)
             return self.ranks.retry_after_loss(lambda: rank_rpc.measure_machine(self.engine))
@@ -426,7 +426,7 @@ class LLM:
 
         Raises: UsageError with `slice_of` or `pp`, and on GPUs.
         """
-        with self._turn():
+        with self._exclusive():
             return self.ranks.retry_after_loss(lambda: rank_rpc.calibrate(self.engine))
 
     def get_tokenizer(self) -> Tokenizer:
@@ -464,10 +464,10 @@ class LLM:
         if self.ranks.is_forked:
             return
         self._tp_size = self.tp_size
-        if self._turns.includes_this_thread:
+        if self._lock.is_held_or_awaited_here:
             self._end()
         else:
-            with self._turns.turn():
+            with self._lock.acquired():
                 self._end()
         self.input_processor.close()
 
@@ -499,12 +499,12 @@ class LLM:
             return
         context = ExitStack()
         try:
-            with self._turn():
+            with self._exclusive():
                 context.enter_context(self.engine.comm.computing())
             yield
         finally:
             if not self.ranks.is_forked:
-                with self._turns.turn(), _delayed_signals(self.ranks.setup.size > 1):
+                with self._lock.acquired(), _delayed_signals(self.ranks.setup.size > 1):
                     context.close()
 
     def lend(self) -> None:
@@ -514,7 +514,7 @@ class LLM:
 
         Raises: UsageError if it is lent already, has unfinished requests, or is closed.
         """
-        with self._turn():
+        with self._exclusive():
             if len(self._loop):
                 raise UsageError("this LLM has unfinished requests; finish or close their streams")
             self._is_lent = True
@@ -532,16 +532,16 @@ class LLM:
             raise UsageError("an AsyncLLM uses this LLM; close the AsyncLLM first")
 
     @contextmanager
-    def _turn(self, is_needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """A turn of this thread at the engine, as `Turns.turn`.
+    def _exclusive(self, is_needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """A context in which only this thread uses the engine, as `FairLock.acquired`.
 
-        Signals are handled at the end of the turn: an exception from a handler within a collective
-        would break the group.
+        Signals are handled at the end of the context: an exception from a handler within a
+        collective would break the group.
 
         Raises: UsageError as `_require_usable`.
         """
         self._require_usable()
-        with self._turns.turn(is_needless):
+        with self._lock.acquired(is_needless):
             self._require_usable()
             use_device(self.device)
             with _delayed_signals(self.ranks.setup.size > 1):
@@ -555,7 +555,7 @@ class LLM:
         def is_needless() -> bool:
             return bool(call.inbox) or not call.unfinished
 
-        with self._turn(is_needless):
+        with self._exclusive(is_needless):
             if is_needless():
                 return
             if not self._is_running(call):
@@ -566,11 +566,11 @@ class LLM:
         """End the unfinished requests of a call, if they are still in the engine."""
         if not self._end.alive or self.ranks.is_forked or not self._is_running(call):
             return
-        if self._turns.includes_this_thread:
+        if self._lock.is_held_or_awaited_here:
             # The garbage collector closes a stream during a step, so a later step ends them.
             self._cancel(call)
             return
-        with self._turns.turn(), _delayed_signals(self.ranks.setup.size > 1):
+        with self._lock.acquired(), _delayed_signals(self.ranks.setup.size > 1):
             if self._end.alive:
                 self._cancel(call)
             while self._end.alive and self._is_running(call):

@@ -1,4 +1,4 @@
-"""Turns of threads that share an engine, in order of arrival. Without torch."""
+"""A fair lock for threads that share an engine. Without torch."""
 
 import threading
 from collections import deque
@@ -6,32 +6,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 
-class Turns:
-    """Exclusive turns of threads.
+class FairLock:
+    """A lock that threads acquire in the order in which they ask for it.
 
-    With a lock, a thread that takes turns in a loop could take the next one before threads that
-    have waited longer.
+    With threading.Lock, a thread that acquires the lock in a loop could overtake threads that have
+    waited longer.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._threads: deque[int] = deque()  # the first thread has the turn, the others wait
+        self._threads: deque[int] = deque()  # the first thread holds the lock, the others wait
 
     @property
-    def includes_this_thread(self) -> bool:
-        """Whether this thread has the turn or waits for it."""
+    def is_held_or_awaited_here(self) -> bool:
+        """Whether this thread holds the lock or waits for it."""
         with self._changed:
             return threading.get_ident() in self._threads
 
     @contextmanager
-    def turn(self, is_needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Waits for a turn of this thread, which ends with the context.
+    def acquired(self, is_needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Waits for the lock, and holds it in the context.
 
         Args:
-            is_needless: ends the wait, without a turn, once it returns true.
+            is_needless: ends the wait, without the lock, once it returns true.
         """
         this = threading.get_ident()
-        assert not self.includes_this_thread, "it would wait for itself"
+        assert not self.is_held_or_awaited_here, "it would wait for itself"
         try:
             with self._changed:
                 self._threads.append(this)
