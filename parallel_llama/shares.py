@@ -1,7 +1,7 @@
 """The share of a model that each rank gets: by memory, or by speed within its memory.
 
 Pure arithmetic: no torch, and no device is queried. The `plan` command and the engine call the same
-function, so a run has the shares that `plan` shows.
+function, so a run has the plan that `plan` shows.
 """
 
 import math
@@ -20,7 +20,7 @@ from parallel_llama.memory import (
     weight_bytes,
     working_bytes,
 )
-from parallel_llama.plan import KVSplit, make_plan
+from parallel_llama.plan import KVSplit, ShardPlan, make_plan
 
 # A share that does not fit into the memory of its rank is lowered by at least this step.
 _STEP = Fraction(1, 1024)
@@ -28,7 +28,7 @@ _STEP = Fraction(1, 1024)
 Shares = Sequence[float | Fraction]
 
 
-def choose_shares(
+def plan_with_shares(
     args: ModelArgs,
     tp_size: int,
     memory: Sequence[float] | None,
@@ -42,14 +42,15 @@ def choose_shares(
     max_seq_len: int,
     step_tokens: int,
     pp: int = 1,
-) -> Shares | None:
-    """The shares of all ranks, in any unit, for `make_plan`; None for equal shares.
+) -> ShardPlan:
+    """The plan of all ranks, with shares of the model by memory or speed.
 
-    Without `speeds`, shares are proportional to `memory`. With `speeds`, they are proportional to
-    the speeds, but no rank gets more than fits into its memory; the other ranks get the rest, in
-    proportion to their speeds. The memory of a rank must hold its weights, the tensors of a step,
-    and the KV cache of a sequence of `max_seq_len` tokens. If no shares meet this, the KV cache
-    need only hold one token. If no shares meet that either, they are proportional to `memory`.
+    Without `memory` and `speeds`, the shares are equal. Without `speeds`, they are proportional to
+    `memory`. With `speeds`, they are proportional to the speeds, but no rank gets more than fits
+    into its memory; the other ranks get the rest, in proportion to their speeds. The memory of a
+    rank must hold its weights, the tensors of a step, and the KV cache of a sequence of
+    `max_seq_len` tokens. If no shares meet this, the KV cache need only hold one token. If no
+    shares meet that either, they are proportional to `memory`.
 
     Args:
         memory: the bytes of each rank, None for no limit.
@@ -59,28 +60,32 @@ def choose_shares(
 
     Raises: UsageError if `speeds` is not one positive number per rank, or as `make_plan`.
     """
+
+    def planned(shares: Shares | None, n_ranks: int, n_stages: int) -> ShardPlan:
+        return make_plan(
+            args,
+            n_ranks,
+            shares,
+            quant_group_size=precision.quant_group_size,
+            kv_split=kv_split,
+            exact=exact,
+            pp=n_stages,
+        )
+
     if speeds is None:
-        return memory
+        return planned(memory, tp_size, pp)
     if len(speeds) != tp_size:
         raise UsageError(f"speeds has {len(speeds)} numbers for {tp_size} ranks; give one per rank")
     for rank, speed in enumerate(speeds):
         if not (math.isfinite(speed) and speed > 0):
             raise UsageError(f"the speed of rank {rank} is {speed}; give a number above 0")
     if memory is None:
-        return speeds
+        return planned(speeds, tp_size, pp)
     make_plan(args, tp_size, memory, pp=pp)  # raises for a wrong list
 
     def needed(n_tokens: int, shares: Shares) -> list[int]:
         """The bytes that each rank needs with these shares."""
-        plan = make_plan(
-            args,
-            len(shares),
-            shares,
-            quant_group_size=precision.quant_group_size,
-            kv_split=kv_split,
-            exact=exact,
-            pp=min(pp, len(shares)),
-        )
+        plan = planned(shares, len(shares), min(pp, len(shares)))
         values = values_of_stages(args, precision, plan)
         windows = [kv_group.window for kv_group in kv_groups(args)]
         cache_tokens = [blocks_held(n_tokens, 1, window, step_tokens) for window in windows]
@@ -95,8 +100,8 @@ def choose_shares(
         (total,) = needed(n_tokens, [1])
         shares = _within(speeds, memory, total, partial(needed, n_tokens))
         if shares is not None:
-            return shares
-    return memory
+            return planned(shares, tp_size, pp)
+    return planned(memory, tp_size, pp)
 
 
 def fill(speeds: Sequence[float], max_shares: Sequence[Fraction]) -> list[Fraction] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from fractions import Fraction
+from unittest.mock import patch
 
 import pytest
 from mixes import ARGS
@@ -10,18 +11,22 @@ from parallel_llama.dtypes import KVFormat, make_precision
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import kv_bytes_per_token, values_by_form, weight_bytes, working_bytes
 from parallel_llama.plan import ShardPlan, make_plan
-from parallel_llama.shares import Shares, choose_shares, fill
+from parallel_llama.shares import Shares, fill, plan_with_shares
 
 PRECISION, FORM = make_precision(ARGS, "float64", "cpu"), KVFormat("float64")
 N_TOKENS, STEP_TOKENS = 64, 512
 
 
 def shares(memory: Sequence[int] | None, speeds: Sequence[float] | None) -> Shares | None:
+    """The shares of which `plan_with_shares` makes its plan."""
     n_ranks = len(memory or speeds or [1])
-    return choose_shares(
-        ARGS, n_ranks, memory, speeds, PRECISION, FORM, "heads",
-        exact=True, device="cpu", max_seq_len=N_TOKENS, step_tokens=STEP_TOKENS,
-    )  # fmt: skip
+    with patch("parallel_llama.shares.make_plan", wraps=make_plan) as made:
+        plan_with_shares(
+            ARGS, n_ranks, memory, speeds, PRECISION, FORM, "heads",
+            exact=True, device="cpu", max_seq_len=N_TOKENS, step_tokens=STEP_TOKENS,
+        )  # fmt: skip
+    own: Shares | None = made.call_args.args[2]
+    return own
 
 
 def needed(plan: ShardPlan) -> list[int]:

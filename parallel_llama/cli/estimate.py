@@ -22,8 +22,8 @@ from parallel_llama.memory import (
     values_of_stages,
     weight_bytes,
 )
-from parallel_llama.plan import Shard, ShardPlan, make_plan, why_unrecorded
-from parallel_llama.shares import choose_shares
+from parallel_llama.plan import Shard, ShardPlan, why_unrecorded
+from parallel_llama.shares import plan_with_shares
 
 # The default of --block-size.
 BLOCK_TOKENS: int = BLOCK_SIZE.initial
@@ -277,12 +277,10 @@ def estimate(request: PlanRequest) -> Estimate:
     """
     tp_size, precision, memory = request.tp_size, request.precision, request.memory
     each = (memory,) * tp_size if isinstance(memory, int) else memory
-    quant_group_size = precision.quant_group_size
-    exact = request.is_exact
     speeds = (
         request.speeds if request.speeds is not None and len(request.speeds) == tp_size else None
     )
-    shares = choose_shares(
+    plan = plan_with_shares(
         request.args,
         tp_size,
         each,
@@ -290,19 +288,10 @@ def estimate(request: PlanRequest) -> Estimate:
         precision,
         request.kv,
         request.kv_split,
-        exact=exact,
+        exact=request.is_exact,
         device=request.device,
         max_seq_len=request.max_seq_len,
         step_tokens=request.step_tokens,
-        pp=request.pp,
-    )
-    plan = make_plan(
-        request.args,
-        tp_size,
-        shares,
-        quant_group_size=quant_group_size,
-        kv_split=request.kv_split,
-        exact=exact,
         pp=request.pp,
     )
     values = values_of_stages(request.args, precision, plan)

@@ -59,8 +59,8 @@ from parallel_llama.parallel.device_choice import (
 )
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.rank_env import is_one_host, is_started_as_rank, ranks_here, world
-from parallel_llama.plan import make_plan, resolve_exact, stage_sizes, why_unrecorded
-from parallel_llama.shares import choose_shares
+from parallel_llama.plan import resolve_exact, stage_sizes, why_unrecorded
+from parallel_llama.shares import plan_with_shares
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class ModelSetup:
         """
         config = self.config
         memory = config.memory and [gib * GIB for gib in config.memory]
-        shares = choose_shares(
+        plan = plan_with_shares(
             self.args,
             n_shards,
             memory,
@@ -177,15 +177,6 @@ class ModelSetup:
             device=self.kind,
             max_seq_len=self.inputs.max_seq_len,
             step_tokens=STEP_TOKENS[self.kind],
-            pp=config.pp,
-        )
-        plan = make_plan(
-            self.args,
-            n_shards,
-            shares,
-            quant_group_size=self.precision.quant_group_size,
-            kv_split=self.config.kv_split,
-            exact=self.exact,
             pp=config.pp,
         )
         self.plan = plan if alone is None else plan.alone(alone)
