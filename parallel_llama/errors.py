@@ -14,8 +14,9 @@ MAX_MESSAGE_CHARS = 2000
 # Unicode categories: Cc control, Cf format (such as right-to-left overrides), Cs surrogates, Zl and
 # Zp line and paragraph separators, which some terminals obey.
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Joiners are needed for emoji and scripts such as Persian, and are harmless.
-_JOINERS = "\u200c\u200d"
+# Not escaped, although their categories are unsafe. Joiners are needed for emoji and scripts such
+# as Persian, and are harmless.
+_SAFE = "\n\t\u200c\u200d"
 
 
 class _BoundedError(ValueError):
@@ -94,14 +95,10 @@ def escaped(text: str) -> str:
     """
     return "".join(
         char
-        if char in "\n\t" or unicodedata.category(char) not in _UNSAFE
-        else _escape_unsafe(char)
+        if char in _SAFE or unicodedata.category(char) not in _UNSAFE
+        else char.encode("unicode_escape").decode()
         for char in text
     )
-
-
-def _escape_unsafe(char: str) -> str:
-    return char if char in _JOINERS else char.encode("unicode_escape").decode()
 
 
 def kind_of(value: object) -> str:

@@ -76,7 +76,6 @@ _NAMES_ELSEWHERE = {
     "n-gpu-layers": "device",
     "n-predict": "max-tokens",
     "nproc-per-node": "nproc",
-    "pipeline-parallel-size": "pp",
     "speculative-model": "draft-model",
     "tensor-split": "memory",
 }

@@ -208,7 +208,8 @@ class Results:
     def _show(self, completion: Completion) -> None:
         if self.as_json:
             print(json.dumps(completion.to_json()), flush=True)
-        elif self.streams:
+            return
+        if self.streams:
             print(flush=True)
         else:
             print(painted(self._title(completion), BOLD, sys.stdout))
@@ -216,8 +217,6 @@ class Results:
                 write_reasoning(f"{completion.reasoning}\n\n")
             write_text(completion.text)
             print("\n", flush=True)
-        if self.as_json:
-            return
         scored = [each for each in completion.prompt_logprobs or () if each is not None]
         if scored and completion.choice == 0:
             print("\n".join([*_logprob_rows(scored, "prompt token"), ""]), flush=True)

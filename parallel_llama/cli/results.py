@@ -23,7 +23,7 @@ from parallel_llama.files.partial_output import (
     changed,
     growing_file,
     replace_file,
-    take_lock,
+    take_lock_if_supported,
     whole_lines,
 )
 from parallel_llama.request import Completion, Request
@@ -219,11 +219,7 @@ class ResultFile:
 
     def _lock(self, descriptor: int) -> None:
         """Locks the file against other runs, and checks that none has written since it was read."""
-        try:
-            is_locked = take_lock(descriptor)
-        except OSError:  # a file system without locks
-            is_locked = True
-        if not is_locked:
+        if not take_lock_if_supported(descriptor):
             raise UsageError(f"{self.path}: another run is writing it; wait until that run ends")
         if os.fstat(descriptor).st_size != self._n_bytes_at_start:
             raise UsageError(f"{self.path}: another run has written to it; start again")

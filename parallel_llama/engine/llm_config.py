@@ -40,12 +40,8 @@ def require_elastic(
         "a KV cache sharded by sequence": kv_split == "sequence",
         "a slice": slice_of is not None,
     }
-    for name, is_given in settings.items():
-        if is_given:
-            raise UsageError(
-                f"elastic and {name} cannot be combined: elastic needs CPU ranks, a KV cache "
-                "sharded by heads, and no slice; drop one"
-            )
+    why = ": elastic needs CPU ranks, a KV cache sharded by heads, and no slice"
+    _require_none("elastic", settings, why)
 
 
 def require_pipeline(
@@ -68,9 +64,7 @@ def require_pipeline(
         "elastic": elastic,
         "a slice": slice_of is not None,
     }
-    for name, is_given in settings.items():
-        if is_given:
-            raise UsageError(f"a pipeline (pp) and {name} cannot be combined; drop one")
+    _require_none("a pipeline (pp)", settings)
 
 
 def require_draft_model(
@@ -89,9 +83,14 @@ def require_draft_model(
         "attention sinks": attention_sinks > 0,
         "a slice": slice_of is not None,
     }
+    _require_none("a draft model", settings)
+
+
+def _require_none(what: str, settings: Mapping[str, bool], why: str = "") -> None:
+    """Raises: UsageError for the first setting that is given."""
     for name, is_given in settings.items():
         if is_given:
-            raise UsageError(f"a draft model and {name} cannot be combined; drop one")
+            raise UsageError(f"{what} and {name} cannot be combined{why}; drop one")
 
 
 def require_spares(n_spares: int, size: int) -> None:

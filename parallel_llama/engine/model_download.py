@@ -15,7 +15,7 @@ from pathlib import Path
 from parallel_llama.errors import UsageError
 from parallel_llama.files.hub_cache import HubName, hub_folder
 from parallel_llama.files.model_files import missing_from_hub
-from parallel_llama.files.partial_output import is_locked, take_lock
+from parallel_llama.files.partial_output import is_locked, take_lock_if_supported
 from parallel_llama.parallel.rank_env import ranks_here, world
 
 _POLL_S = 0.2
@@ -85,21 +85,13 @@ def _lock_of(name: HubName, announce: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     try:
-        if not _take_or_ignore(descriptor):
+        if not take_lock_if_supported(descriptor):
             announce(f"waiting for another process, which is downloading {name.repo}")
-            while not _take_or_ignore(descriptor):
+            while not take_lock_if_supported(descriptor):
                 time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)
-
-
-def _take_or_ignore(descriptor: int) -> bool:
-    """Whether the lock was taken, or the file system has no locks."""
-    try:
-        return take_lock(descriptor)
-    except OSError:
-        return True
 
 
 def _is_locked(name: HubName) -> bool:

@@ -49,7 +49,7 @@ class ProductCheck:
         self._ops, self._comm, self.n_multiplied = model.ops, comm, 0
         self._weights = [(name, w) for name, w in stored_weights(model).items() if _panel_rows(w)]
         self._first_layer = min(model.layers)
-        self._has_common_weights = False
+        self._is_agreed = False  # whether `_weights` has only weights of all ranks
         # The products of the last check, and the name of its weight.
         self._products, self._multiplied = torch.empty(0, dtype=torch.uint8), ""
 
@@ -59,7 +59,7 @@ class ProductCheck:
         Shapes: [n] uint8; n is the same on all ranks, and 0 if they have no weight in common.
         Collective: two all_gathers in the first call.
         """
-        if not self._has_common_weights:
+        if not self._is_agreed:
             self._keep_common_weights()
         if not self._weights:
             return self._products
@@ -135,7 +135,7 @@ class ProductCheck:
             *(set(weight.tolist()) for weight in self._comm.all_gather(hashes))
         )
         self._weights = [weight for kind, weight in by_hash.items() if kind in common]
-        self._has_common_weights = True
+        self._is_agreed = True
 
 
 def _name_in_stage(name: str, first_layer: int) -> str:

@@ -26,6 +26,14 @@ def take_lock(descriptor: int) -> bool:
     return True
 
 
+def take_lock_if_supported(descriptor: int) -> bool:
+    """As `take_lock`, but a file system without locks counts as locked by this process."""
+    try:
+        return take_lock(descriptor)
+    except OSError:
+        return True
+
+
 def is_locked(descriptor: int) -> bool:
     """Whether another process has locked an open file with `take_lock`.
 
