@@ -5,10 +5,11 @@
 
 For every family that transformers implements, random variants of the tests' tiny models are
 written. For each model, random requests run alone on one rank with one thread, and then together:
-on every number of ranks from 1 to that of its heads (9 at most), and in pipeline stages on a random
-number. What else must not matter is random in each run: even and uneven plans, a KV cache that is
-split by heads or by tokens, one or two threads per rank, and the batch, steps, blocks, drafts and
-prefix cache. Tokens, their log-probabilities and those of prompt tokens must have the same bits.
+on every number of ranks from 1 to the number of heads (9 at most), and in pipeline stages on random
+numbers of ranks. Each run also chooses at random the other settings that must not change results:
+even or uneven plans, a KV cache that is split by heads or by tokens, one or two threads per rank,
+and the batch, steps, blocks, drafts and prefix cache. Tokens, their log-probabilities and those of
+prompt tokens must have the same bits.
 The first answer to each request is also scored as a prompt, which must give the log-probabilities
 with which its tokens were drawn.
 

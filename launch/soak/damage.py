@@ -4,9 +4,9 @@
 
 A round damages one copy of a folder: a value of a JSON file, a tensor, or bytes of a file. `score`
 must then end with exit code 0, 1 or 2, without a traceback. If it refuses the folder, it prints one
-message, which names the file, the tensor or the setting. Truncated weights files must be refused,
-and so must lost tensors that cannot be derived. Each round is a process of its own, with a limit of
-two minutes.
+message, which names the folder, the file, the tensor or the setting. Truncated weights files must
+be refused, and so must lost tensors that cannot be derived. Each round is a process of its own,
+with a limit of two minutes.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main() -> int:
             require_good(good, home)
             for number in range(flags.rounds):
                 seed = f"{flags.seed}/{kind}/{number}"
-                folder = Path(shutil.copytree(good, home / "damaged"))
+                folder = Path(shutil.copytree(good, home / "copy-of-the-model"))
                 damage = damaged(folder, random.Random(seed))
                 code, said = scored(folder, home)
                 wrong = fault(code, said, damage)
@@ -235,7 +235,8 @@ def damaged_bytes(path: Path, rng: random.Random) -> Damage:
     for place in at:
         content[place] = rng.choice([0, 0x7F, 0xFF, content[place] ^ 1 << rng.randrange(8)])
     path.write_bytes(content)
-    return Damage(f"{path.name}: bytes {at} changed", (path.name, path.parent.name, "layers", "."))
+    named = path.name, path.parent.name, "layers.", "norm.", "tok_embeddings.", "output."
+    return Damage(f"{path.name}: bytes {at} changed", named)
 
 
 def scored(folder: Path, home: Path) -> tuple[int | None, str]:

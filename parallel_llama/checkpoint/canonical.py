@@ -113,7 +113,8 @@ def canonical_pieces(
     dtypes: Mapping[str, torch.dtype],
     formats: Mapping[str, StoredFormat],
 ) -> Generator[tuple[CanonicalTensor, Piece], None, None]:
-    """Yields the pieces of one tensor after another; tensors in `formats` are quantised.
+    """Yields the pieces of one tensor after another. Tensors in `formats` are quantised, or yielded
+    as they are stored if their format is a `ScaledFormat`.
 
     Raises: DamagedWeights if a tensor cannot be read, or does not fit into its dtype.
     """
@@ -165,7 +166,8 @@ def _converted(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
     if _has_infinity(value) and not _has_infinity(stored):
         raise DamagedWeights(
             f"{param.name}: a value of {stored.abs().max().item():g} does not fit into "
-            f"{dtype_name(dtype)}; use bfloat16 or float32"
+            f"{dtype_name(dtype)}; use a dtype of a larger range (the order is float16, bfloat16, "
+            "float32, float64)"
         )
     return value
 

@@ -120,7 +120,9 @@ def damaged_files(
 def _require_size(folder: Path, name: str, entry: FileEntry) -> None:
     path = folder / name
     if not lies_within(folder, name):
-        raise CheckpointError(f"{path}: leads out of the folder; put the file itself there")
+        raise CheckpointError(
+            f"{path}: a link leads outside the folder; replace the link with the file"
+        )
     if not is_file(path):
         raise CheckpointError(f"{path}: missing; {MANIFEST} lists it")
     size = path.stat().st_size

@@ -86,7 +86,7 @@ class HFFolder(TensorFiles):
         if is_pickled and (why := why_untied(tensors, args)) is not None:
             raise CheckpointError(
                 f"{files.path}: {why}; set tie_word_embeddings to false in config.json to use "
-                "both, or remove the former from the files"
+                "both, or remove the tensor of the output from the files"
             )
         if files.index is not None:
             _require_index(files.index, headers, args)

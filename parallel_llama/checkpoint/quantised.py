@@ -128,7 +128,7 @@ class PackedMatrix:
 
 
 def read_packed(packing: Packing, form: QuantFormat, block: MatrixBlock, read: Read) -> QuantMatrix:
-    """Decodes a block of a GPTQ or AWQ matrix in its format.
+    """Reads a block of a GPTQ or AWQ matrix as a `QuantMatrix`, without changing its integers.
 
     The columns of the block must be whole groups of 32 inputs.
     """
@@ -250,7 +250,7 @@ _BLOCKS = {
 
 
 def decode_gguf(type_name: str, blocks: Tensor) -> QuantMatrix:
-    """Decodes rows of GGUF blocks of a type in `GGUF_QUANTS`.
+    """Reads rows of GGUF blocks of a type in `GGUF_QUANTS` as a `QuantMatrix`, without rounding.
 
     Shapes: blocks [out, n_blocks, bytes of a block] uint8.
     """

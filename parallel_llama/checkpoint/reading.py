@@ -23,7 +23,7 @@ from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.ops.formats import LoadedWeight, torch_dtype
+from parallel_llama.ops.formats import LoadedWeight, dtype_name, torch_dtype
 from parallel_llama.ops.quant import PackedRows, QuantMatrix, QuantRows, joined, quantise
 from parallel_llama.plan import Shard
 
@@ -243,8 +243,9 @@ def finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor
     if all(math.isfinite(bound.item()) for bound in torch.aminmax(stored)):
         raise DamagedWeights(
-            f"{param.name}: a value of {stored.abs().max().item():g} does not fit into {dtype}; "
-            "use bfloat16 or float32"
+            f"{param.name}: a value of {stored.abs().max().item():g} does not fit into "
+            f"{dtype_name(dtype)}; use a dtype of a larger range (the order is float16, bfloat16, "
+            "float32, float64)"
         )
     count = int((~torch.isfinite(stored)).sum())
     raise DamagedWeights(

@@ -339,7 +339,8 @@ def _compare(mine: CheckedModel, other: Path, report: Report, on_bytes: OnBytes)
     if theirs:
         wrong = theirs.unlike(manifest)
         found.problems += [f"{other}: {name} differs from its {MANIFEST}" for name in wrong]
-        # params.json cannot state the context, so a different context is not a fault.
+        # Meta's own params.json does not state the context, so the context is inferred, and a
+        # different one is not a fault.
         lacks_context = mine.is_meta or theirs.is_meta
         for name, line in _different_args(mine.args, theirs.args):
             is_fault = not (lacks_context and name == "max_seq_len")

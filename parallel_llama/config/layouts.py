@@ -57,8 +57,8 @@ class FileLayout:
             writes to a native folder unchanged, by Meta's names; none by default.
         inputs: reads the formats to which the inputs of matrices are rounded, by Meta's names; none
             by default.
-        not_applied: reads what else the files say is quantised (outputs, the KV cache), which is
-            not rounded here; nothing by default.
+        not_applied: reads what the files say is quantised but is not rounded here (activations,
+            outputs of layers, the KV cache); nothing by default.
     """
 
     args: Callable[[ModelFiles, CountVocab | None], ModelArgs]
@@ -163,7 +163,7 @@ def why_decoded(
     if types := LAYOUTS[files.kind].decoded_types(files, args):
         reason = f"only {', '.join(GGUF_QUANTS)} stay as stored"
         if files.kind == "native":
-            reason = "native folders store them as they are, and products need the decoded values"
+            reason = "native folders keep matrices unchanged, but products need the decoded values"
         elif files.kind == "hf":
             reason = (
                 "only 4-bit GPTQ and AWQ in consecutive groups of 32, 64 or 128, and 8-bit or "
@@ -171,7 +171,7 @@ def why_decoded(
                 "have them) stay as stored"
             )
             if parts := LAYOUTS[files.kind].not_applied(files):
-                reason = f"{' and '.join(parts)} are not rounded, although config.json asks for it"
+                reason += f"; not applied from config.json: the rounding of {' and '.join(parts)}"
         return f"{files.path.name}: matrices in {', '.join(types)} are decoded to {dtype}; {reason}"
     return None
 

@@ -20,7 +20,7 @@ VERSIONS = {
 }
 
 # Formats that all versions store in the same way. Version 2 packs 5-bit integers and adds the other
-# formats of QuantFormat; version 3 adds those of ScaledFormat.
+# formats of QuantFormat; version 3 adds those of ScaledFormat and InputFormat.
 _IN_EVERY_VERSION = {"int8", "int8 with minima", "int4", "int4 with minima", "fp8"}
 
 _KEYS = {"format", "args", "units", "quantised", "scaled", "inputs"}

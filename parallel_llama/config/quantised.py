@@ -361,7 +361,7 @@ def hf_inputs(files: ModelFiles, args: ModelArgs) -> dict[str, InputFormat]:
 
 
 def hf_not_applied(files: ModelFiles) -> tuple[str, ...]:
-    """What is quantised besides weights and inputs of matrices, as an HF folder's config.json says.
+    """What an HF folder's config.json says is quantised, but is not rounded here.
 
     Raises: CheckpointError as `hf_packing`.
     """

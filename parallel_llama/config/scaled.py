@@ -26,10 +26,11 @@ from parallel_llama.files.safetensors_header import FileTensor
 MARKS = "weight_packed", "weight_scale", "weight_scale_inv"
 BYTE_DTYPES = "F8_E4M3", "I8"
 
-# Tensors with scales of activations, which `config.inputs` reads, and of the KV cache.
+# Tensors beside the weights: scales and zero points of activations and of the KV cache.
+# `config.inputs` reads input_scale, activation_scale and input_zero_point; the others are ignored.
 BESIDE_WEIGHTS = re.compile(
-    r"\.(input_scale(_ub)?|input_global_scale|input_zero_point|activation_scale|output_scale|output_zero_point"
-    r"|(q|k|v|kv)_scale|[qkv]_zero_point)$"
+    r"\.(input_scale(_ub)?|input_global_scale|input_zero_point|activation_scale|output_scale"
+    r"|output_zero_point|(q|k|v|kv)_scale|[qkv]_zero_point)$"
 )
 
 # Targets of groups that state how attention rounds queries, keys and values: LlamaAttention, or
@@ -118,8 +119,8 @@ class Schemes:
             one kind match a module, the first applies.
         ignored: modules that are not quantised, by name, by class, or as a pattern that begins
             with re:.
-        not_applied: what else is quantised, as config.json says, besides weights and inputs of
-            matrices.
+        not_applied: what config.json says is quantised but is not rounded here: activations (inputs
+            of matrices in an unsupported format), outputs of layers, the KV cache.
     """
 
     method: str

@@ -160,5 +160,6 @@ def _remedy_for_end(message: str) -> str:
     if "SIGKILL" in message:
         return "sudo dmesg | grep -i 'killed process' (free memory, or use fewer ranks)"
     if "SIGILL" in message or "SIGSEGV" in message:
-        return "rm -r ~/.cache/parallel_llama/kernels (and run doctor again)"
+        folder = '"${XDG_CACHE_HOME:-$HOME/.cache}"/parallel_llama/kernels'
+        return f"rm -r {folder} (and run doctor again)"
     return "see the message of that rank, and docs/operations.md"

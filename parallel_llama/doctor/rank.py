@@ -66,7 +66,8 @@ class Examination:
     Args:
         model: a model with weights, or None for the built-in model alone.
         timeouts: how long a rank waits for another.
-        on_check: called on rank 0 with each check.
+        on_check: called on every rank with each check on which the ranks agree, and on rank 0 also
+            with a check that a lost rank has failed and with the skipped checks.
         on_begin: called on every rank with the id of a check before its collectives.
         host_checks: the results of checks of this rank's host.
     """

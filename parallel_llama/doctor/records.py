@@ -65,7 +65,8 @@ def _body_of(data: bytes) -> bytes | None:
 
 
 def agreed(comm: Communicator, check_of_rank: Check) -> Check:
-    """The check with the worst status of any rank; it names its ranks, unless all checks are equal.
+    """The check with the worst status of any rank. If it has not passed, it names its ranks, unless
+    the checks of all ranks are equal.
 
     Collective: one all_gather.
     """

@@ -170,7 +170,8 @@ class GGUFForm:
 class Family:
     """A model family: everything that distinguishes it.
 
-    Outside of this package only `config.meta` and `checkpoint.verify` mention a family by name.
+    Outside of this package only `config.meta`, `checkpoint.verify` and `tokenizer.loading` mention
+    families by name.
 
     Args:
         name: HF's model_type.
@@ -237,9 +238,9 @@ class Family:
     )
 
     def key(self, argument: str) -> str:
-        """The key of config.json for an argument.
+        """The key of config.json for an argument; "" if the family has no key for it.
 
-        Raises: KeyError for an argument without a key.
+        Raises: KeyError for an argument that is neither in `keys` nor in `USUAL_KEYS`.
         """
         return self.keys[argument] if argument in self.keys else USUAL_KEYS[argument]
 

@@ -90,8 +90,8 @@ def find_snapshot(name: HubName) -> Path | None:
     commit = _commit_in(ref)
     if commit not in revisions:
         raise UsageError(
-            f"{folder}: has {len(revisions)} snapshots, and refs/{name.revision}, which selects "
-            f"one, names {commit[:80]!r}; add --download, or run: {name.command}"
+            f"{folder}: refs/{name.revision} names {commit[:80]!r}, a snapshot that is not "
+            f"downloaded; add --download, or run: {name.command}"
         )
     return snapshots / commit
 

@@ -91,9 +91,10 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
 
 
 def default_target_quant(source: ModelFiles, args: ModelArgs) -> str:
-    """The default quantisation of a native target: 'stored' for a quantised folder, else 'none'.
+    """The default quantisation of a native folder or a GGUF file that is written.
 
-    Matrices of a GGUF file are decoded by default, into folders of every layout.
+    'stored' for a quantised folder, else 'none'. The matrices of a GGUF file are decoded by
+    default.
     """
     return "stored" if source.kind != "gguf" and stored_formats(source, args) else "none"
 
@@ -142,9 +143,10 @@ def target_formats(
             quant = "stored"
     if quant == "none":
         if default_quant != "none" and dtype is None:
+            keep = ", or keep the weights quantised with --format native --quant stored"
             raise UsageError(
                 f"{source.path}: its weights are quantised; choose the dtype of the decoded values "
-                "with --dtype" + (", or keep them with --format native" if adapter is None else "")
+                "with --dtype" + (keep if adapter is None else "")
             )
         return {}
     if kind not in ("native", "gguf"):
@@ -342,7 +344,7 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Path
         key, was, is_now = f"{key} {part}", was.get(part), is_now.get(part)
     raise UsageError(
         f"{where}: the unfinished run had {key} {_shown(was)}, and this one has "
-        f"{_shown(is_now)}; use the same value, or remove the folder"
+        f"{_shown(is_now)}; use the same source and options, or remove the folder to start again"
     )
 
 

@@ -98,8 +98,9 @@ class DirectFile:
             done += os.pwrite(self._buffered, data[done:], offset + done)
 
 
-# At the end of the tensor that reaches this number of bytes or open files, the data is flushed in
-# the background and then recorded in the journal. A kill loses at most two such batches.
+# Once this many bytes are not flushed, or this many files are open, the data is flushed in the
+# background after the current tensor, and then recorded in the journal. A kill loses at most two
+# such batches.
 FLUSH_BYTES = 128 << 20
 MAX_OPEN_FILES = 256
 

@@ -42,7 +42,7 @@ Message = Mapping[str, Any]
 _LABEL = re.compile(rf"[\w.:/@+=~-]{{0,{MAX_LABEL_CHARS}}}")
 _LABELS = ("name", "id", "type", "tool_call_id")
 
-_FOR_TEMPLATES = ("tools", "documents", "template_vars", "continues")
+_FOR_TEMPLATES = ("tools", "documents", "template_vars")
 
 
 @dataclass(frozen=True)
@@ -150,18 +150,19 @@ def require_roles(messages: Sequence[Message], known: Collection[str]) -> None:
 def require_plain(chat: Chat) -> None:
     """Refuses fields that only chat templates support.
 
-    Raises: UsageError for tools, documents, template_vars and tool_calls.
+    Raises: UsageError for tools, documents, template_vars, tool_calls, and a message to continue.
     """
-    used = [name for name in _FOR_TEMPLATES if getattr(chat, name)]
+    used = ["a last message to continue"] if chat.continues else []
+    used += [name for name in _FOR_TEMPLATES if getattr(chat, name)]
     used += [
-        f"messages[{number}] has tool_calls, which"
+        f"tool_calls of messages[{number}]"
         for number, message in enumerate(chat.messages)
         if message.get("tool_calls")
     ]
     if used:
         raise UsageError(
-            f"{used[0]}: only a chat template supports this, and the model's folder has none; use "
-            "its Hugging Face folder"
+            f"{used[0]}: supported only with a chat template, and the model's folder has none; use "
+            "the model's Hugging Face folder"
         )
 
 

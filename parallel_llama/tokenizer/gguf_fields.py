@@ -76,8 +76,8 @@ def tokenizer_fields(folder: Path, vocab_size: int, defaults: GenerationDefaults
     fields = _byte_level_fields(folder, contents) or _spm_fields(folder, config, contents)
     if fields is None:
         raise UsageError(
-            f"{folder}: has no tokenizer of a type of GGUF files: byte-level BPE in "
-            f"tokenizer.json, or SentencePiece BPE in tokenizer.model; {_INSTEAD}"
+            f"{folder}: its tokenizer cannot be written to a GGUF file; supported: byte-level BPE "
+            f"in tokenizer.json, and SentencePiece BPE in tokenizer.model; {_INSTEAD}"
         )
     _drop_special_beyond(fields, vocab_size, folder)
     tokens = fields["tokens"]

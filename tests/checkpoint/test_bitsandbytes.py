@@ -96,7 +96,8 @@ def test_message_reports_decoded_matrices_and_unrounded_int8_activations(made):
         lines[kind] = why_decoded(files, load_model_args(files), "bfloat16") or ""
     assert "in nf4 are decoded to bfloat16; only 4-bit GPTQ" in lines["nf4 nested"]
     assert "in fp4 are decoded to bfloat16" in lines["fp4"]
-    assert "in int8 are decoded to bfloat16; activations are not rounded" in lines["int8"]
+    assert "in int8 are decoded to bfloat16; only 4-bit GPTQ" in lines["int8"]
+    assert lines["int8"].endswith("; not applied from config.json: the rounding of activations")
 
 
 @pytest.mark.parametrize(

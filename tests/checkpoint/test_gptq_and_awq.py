@@ -389,7 +389,7 @@ def test_decoded_values_after_reshard_equal_loaded_values_bit_for_bit(kind, made
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("hf", r"its weights are quantised; .* with --dtype, or keep them with --format native$"),
+        ("hf", r"with --dtype, or keep the weights quantised with --format native --quant stored$"),
         ("meta --dtype float16 --quant stored", "only native folders and GGUF files support quant"),
         (
             "gguf",

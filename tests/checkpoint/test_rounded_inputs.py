@@ -296,7 +296,7 @@ def test_unsupported_input_format_is_ignored_and_reported(stated, made, tmp_path
     args = load_model_args(files)
     assert input_formats(files, args) == {}
     line = why_decoded(files, args, "bfloat16") or ""
-    assert "activations are not rounded, although config.json asks for it" in line
+    assert line.endswith("; not applied from config.json: the rounding of activations")
 
 
 def changed(folder: Path, **own: Any) -> None:

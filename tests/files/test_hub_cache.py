@@ -83,10 +83,10 @@ def test_snapshot_without_ref_is_not_the_main_branch(cache, model):
 def test_ref_to_missing_snapshot_is_refused(cache, model):
     snapshot = download(cache, model, MAIN)
     snapshot.rename(snapshot.with_name(OTHER))
-    with pytest.raises(UsageError, match=rf"1 snapshots.* names '{MAIN}'; .* run: hf download"):
+    with pytest.raises(UsageError, match=rf"names '{MAIN}', a snapshot .* run: hf download"):
         find_model(NAME)
     shutil.rmtree(snapshot.with_name(OTHER))
-    with pytest.raises(UsageError, match="0 snapshots"):
+    with pytest.raises(UsageError, match="a snapshot that is not downloaded"):
         find_model(NAME)
 
 

@@ -406,7 +406,7 @@ def test_tokenizer_that_gguf_cannot_express_is_refused(tmp_path):
     words = Tokenizer(models.BPE({"a": 0}, []))
     words.decoder = decoders.Metaspace()
     words.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UsageError, match="has no tokenizer of a type of GGUF files"):
+    with pytest.raises(UsageError, match="tokenizer cannot be written to a GGUF file"):
         tokenizer_fields(tmp_path, 10, GenerationDefaults())
     write_tokenizer(tmp_path)
     with pytest.raises(UsageError, match="has 211 tokens and the model 210"):

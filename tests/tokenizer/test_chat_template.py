@@ -816,7 +816,7 @@ def test_built_in_formats_join_parts_and_refuse_unsupported_fields(tmp_path, tok
         (Chat(USER, documents=[{"text": "x"}]), "documents"),
         (Chat(USER, template_vars={"x": 1}), "template_vars"),
         (Chat([*ASKED[:2], *USER]), "tool_calls"),
-        (Chat([*USER, {"role": "assistant", "content": "a"}], continues=True), "continues"),
+        (Chat([*USER, {"role": "assistant", "content": "a"}], continues=True), "to continue"),
     ):
         with pytest.raises(UsageError, match=f"{name}.* folder has none"):
             chat.encode(refused)
