@@ -194,7 +194,8 @@ def _paces(comm: Communicator, facts_of_ranks: Sequence[Facts]) -> Iterator[Chec
     measured = pace.measure(comm)
     known_paces = [item for item in measured if item is not None]
     if len(known_paces) < comm.size:
-        yield Check("transport", "skip", "measurements of some ranks arrived damaged")
+        for name in ("transport", "pace", "bandwidth"):
+            yield Check(name, "skip", "measurements of some ranks arrived damaged")
         return
     is_one_host = len({item.host_id for item in facts_of_ranks}) == 1
     names, exchange_s = (

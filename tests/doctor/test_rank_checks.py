@@ -220,6 +220,13 @@ def test_slow_ranks_and_version_mismatches_are_named():
     assert "torch: rank 1 has 3, rank 0 has 2" in versions(ranks).seen
 
 
+def test_damaged_measurements_skip_the_checks_that_need_them(monkeypatch):
+    monkeypatch.setattr(pace, "measure", lambda _: [None])
+    skipped = list(rank._paces(Solo(), []))
+    assert [check.id for check in skipped] == ["transport", "pace", "bandwidth"]
+    assert {check.seen for check in skipped} == {"measurements of some ranks arrived damaged"}
+
+
 def test_every_remedy_matches_a_rank_failure_message():
     """Regression: rewording the message about a late rank lost the remedy."""
     source = "".join(path.read_text() for path in Path(failures.__file__).parent.glob("*.py"))
