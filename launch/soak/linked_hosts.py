@@ -57,7 +57,6 @@ class LinkedHosts:
 
     def __init__(self, n_hosts: int, link: Link) -> None:
         _require_programs()
-        self.n_hosts = n_hosts
         self._open = ExitStack()
         with ExitStack() as opened:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))

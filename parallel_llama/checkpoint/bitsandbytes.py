@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
-from parallel_llama.checkpoint.scaled import WantedTensors
+from parallel_llama.checkpoint.scaled import WantedTensors, finite_scales
 from parallel_llama.config.bitsandbytes import CODES, QUANT_STATE, QuantState
-from parallel_llama.errors import CheckpointError, DamagedWeights
+from parallel_llama.errors import CheckpointError
 from parallel_llama.families.stored_slices import StoredSlice
 
 # Reads a block of one of a matrix's tensors, viewed as a matrix of bytes. The arguments are the
@@ -94,8 +94,7 @@ class Int8Matrix:
         """
         n_inputs = self.stored_slice.shape[1]
         integers = read("weight", n_inputs, block.rows, block.columns).view(torch.int8)
-        scales = _vector(read, "SCB", torch.float32, block.rows)
-        _require_finite(self.base + "SCB", scales)
+        scales = finite_scales(_vector(read, "SCB", torch.float32, block.rows), self.base + "SCB")
         return integers.float().mul_(scales[:, None]).mul_(_INT8_UNIT)
 
 
@@ -193,8 +192,7 @@ class FourBitMatrix:
             outer = outer[torch.arange(blocks.start, blocks.stop) // size - outer_blocks.start]
             quant_map = _vector(read, "weight.nested_quant_map", torch.float32, range(256))
             scales = quant_map[codes.long()] * outer + self.state.offset
-        _require_finite(self.base + suffix, scales)
-        return scales
+        return finite_scales(scales, self.base + suffix)
 
 
 @cache
@@ -209,11 +207,3 @@ def _vector(read: ReadBytes, suffix: str, dtype: torch.dtype, part: range) -> Te
     width = dtype.itemsize
     byte_range = range(part.start * width, part.stop * width)
     return read(suffix, len(byte_range), range(1), byte_range).view(-1).view(dtype)
-
-
-def _require_finite(name: str, scales: Tensor) -> None:
-    if not torch.isfinite(scales).all():
-        raise DamagedWeights(
-            f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged: fetch them "
-            "again"
-        )

@@ -98,7 +98,8 @@ class GGUFFile(TensorFiles):
             data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
             whole = decode_gguf(tensor.dtype, data.view(len(data), len(blocks), n_bytes))
             first = blocks.start * size
-            parts.append(whole.columns(range(columns.start - first, columns.stop - first)))
+            part = whole.columns(range(columns.start - first, columns.stop - first))
+            parts.append(part.map_tensors(Tensor.contiguous))
         return joined(parts, dim=0)
 
 

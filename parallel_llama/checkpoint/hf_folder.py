@@ -228,7 +228,7 @@ class HFFolder(TensorFiles):
             _, scale = self._tensors[scaled.base + scaled.scheme.scale]
             if is_kept(scale) and stored_form(scaled.scheme, stored_slice.shape[1]) == form:
                 blocks = as_blocks(param, stored_slice, rows)
-                return _joined([scaled.quantised(form, block, read) for block in blocks])
+                return joined([scaled.quantised(form, block, read) for block in blocks], dim=0)
         return None
 
     def _stored_scaled(self, param: Param, rows: range, form: ScaledFormat) -> ScaledBlock | None:
@@ -245,7 +245,7 @@ class HFFolder(TensorFiles):
         """A slice of a quantised weight; slices of columns must be whole groups of 32."""
         matrix = self._packed[param.name]
         read, blocks = partial(self._part, matrix), as_blocks(param, matrix.stored_slice, rows)
-        return _joined([read_packed(matrix.packing, form, block, read) for block in blocks])
+        return joined([read_packed(matrix.packing, form, block, read) for block in blocks], dim=0)
 
     def _part(
         self, matrix: PackedMatrix | ScaledMatrix, suffix: str, rows: range, columns: range
@@ -358,10 +358,6 @@ def _bits(kind: str, stored_slice: StoredSlice, tensors: HeldTensors) -> Int8Mat
 
 def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _joined(parts: list[QuantMatrix]) -> QuantMatrix:
-    return parts[0] if len(parts) == 1 else joined(parts, dim=0)
 
 
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
-from parallel_llama.checkpoint.scaled import damaged_scale
+from parallel_llama.checkpoint.scaled import finite_scales
 from parallel_llama.config.quantised import Packing
 from parallel_llama.dtypes import GGUF_QUANTS, QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.errors import DamagedWeights
@@ -106,9 +106,8 @@ class PackedMatrix:
         zeros = zeros[:, outputs.start - covering.start * per_word :][:, : len(outputs)]
         mask = (1 << packing.n_bits) - 1
         zeros = (zeros + packing.zero_offset) & mask  # wraps around, as in read_packed
-        scales = read("scales", groups, outputs).view(-1).view(torch.float16).float()
-        if not torch.isfinite(scales).all():
-            raise damaged_scale(self.base + "scales")
+        halves = read("scales", groups, outputs).view(-1).view(torch.float16)
+        scales = finite_scales(halves.float(), self.base + "scales")
         scales, group = scales.view(len(groups), len(outputs)), self._groups_of(inputs, read)
         values = integers.float().sub_(zeros.float()[group]).mul_(scales[group])
         return values.transpose(0, 1).contiguous()

@@ -113,8 +113,7 @@ def load(
             if len(read) < len(parts):
                 yield param.name, parts
             else:
-                whole = read[0] if len(read) == 1 else joined(read, param.dim)
-                yield param.name, whole.to(device)
+                yield param.name, joined(read, param.dim).to(device)
         else:
             dtype = torch_dtype(form.dtype)
             yield param.name, _converted(checkpoint, param, shard, dtype, device, on_bytes, held)
@@ -226,11 +225,10 @@ def pieces_of(param: Param, rows: range, n_values: int) -> list[range]:
     per_row = math.prod(param.shape) // max(1, param.shape[param.dim])
     alignment = math.lcm(PIECE_ALIGNMENT, param.unit)
     step = max(1, n_values // max(1, per_row) // alignment) * alignment
-    starts = range(rows.start // step * step, rows.stop, step)
-    pieces = [range(max(rows.start, at), min(rows.stop, at + step)) for at in starts]
     if len(rows) <= step:
         return [rows]
-    return pieces
+    starts = range(rows.start // step * step, rows.stop, step)
+    return [range(max(rows.start, at), min(rows.stop, at + step)) for at in starts]
 
 
 def finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:

@@ -449,7 +449,7 @@ def powers_of_two(exponents: Tensor, name: str) -> Tensor:
     Raises: DamagedWeights for 255, which stands for NaN.
     """
     if (exponents == 255).any():
-        raise damaged_scale(name)
+        raise _damaged_scale(name)
     bits = exponents.int() << 23
     bits[exponents == 0] = 1 << 22  # 2 ** -127 is subnormal
     return bits.view(torch.float32)
@@ -461,11 +461,11 @@ def finite_scales(scales: Tensor, name: str) -> Tensor:
     Raises: DamagedWeights if a scale is NaN or Inf.
     """
     if not torch.isfinite(scales).all():
-        raise damaged_scale(name)
+        raise _damaged_scale(name)
     return scales
 
 
-def damaged_scale(name: str) -> DamagedWeights:
+def _damaged_scale(name: str) -> DamagedWeights:
     """The error for a tensor of scales with this name that holds NaN or Inf."""
     return DamagedWeights(
         f"{name!r:.200} has a scale that is NaN or Inf; the weights are damaged: fetch them again"

@@ -72,11 +72,8 @@ def written_scaling(args: ModelArgs) -> RopeScaling | None:
     scaling = args.rope_scaling
     if scaling is None or scaling.kind != "llama3":
         return scaling
-    factors = []
-    for first in range(0, args.head_dim, 2):
-        kept = scaling.kept_part(args.rope_theta ** (-first / args.head_dim))
-        factors.append(_as_float32(1 / (kept + (1 - kept) / scaling.factor)))
-    return RopeScaling("factors", factors=tuple(factors))
+    factors = scaling.llama3_factors(args.rope_theta, args.head_dim)
+    return RopeScaling("factors", factors=tuple(map(_as_float32, factors)))
 
 
 def require_equal(args: ModelArgs, read: ModelArgs) -> None:

@@ -454,7 +454,7 @@ def llama3_from_factors(args: ModelArgs, factors: tuple[float, ...]) -> RopeScal
     """
     for high, trained in product(_HIGH_FACTORS, _TRAINED_CONTEXTS):
         scaling = RopeScaling("llama3", factors[-1], trained, 1.0, high)
-        expected = _llama3_factors(args, scaling)
+        expected = scaling.llama3_factors(args.rope_theta, args.head_dim)
         if all(
             math.isclose(factor, other, rel_tol=_SAME_FACTOR)
             for factor, other in zip(factors, expected, strict=True)
@@ -485,12 +485,3 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
     }
     keys = [key for key in _ROPE_TYPES[scaling.kind] if stated[key] is not None]
     return {"rope_type": scaling.kind, **{key: stated[key] for key in keys}}
-
-
-def _llama3_factors(args: ModelArgs, scaling: RopeScaling) -> list[float]:
-    """The divisor of each rotary frequency, as Meta's program computes it."""
-    factors = []
-    for pair in range(args.head_dim // 2):
-        kept = scaling.kept_part(args.rope_theta ** (-2 * pair / args.head_dim))
-        factors.append(1 / ((1 - kept) / scaling.factor + kept))
-    return factors

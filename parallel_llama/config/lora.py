@@ -117,10 +117,13 @@ def lora_config(values: Mapping[str, Any]) -> LoraConfig:
     """
     fields = Fields(values)
     _refuse_unsupported(fields)
-    ranks = [(key, _rank(f"rank_pattern {key}", value)) for key, value in _items(fields, "rank")]
+    ranks = [
+        (key, _rank(f"rank_pattern {key}", value))
+        for key, value in fields.mapping("rank_pattern").items()
+    ]
     alphas = [
         (key, Fields({f"alpha_pattern {key}": value}).number(f"alpha_pattern {key}"))
-        for key, value in _items(fields, "alpha")
+        for key, value in fields.mapping("alpha_pattern").items()
     ]
     if sum(repeats(key) for key, _ in (*ranks, *alphas)) > _MAX_REPEATING:
         raise UsageError(
@@ -179,10 +182,6 @@ def _rank(key: str, value: object) -> int:
     if rank < 1:
         raise UsageError(f"{key}={rank}: a rank is at least 1; use the file that peft saved")
     return rank
-
-
-def _items(fields: Fields, what: str) -> list[tuple[str, object]]:
-    return [*fields.mapping(f"{what}_pattern").items()]
 
 
 def _names(fields: Fields, key: str) -> str | list[str]:

@@ -24,7 +24,6 @@ from parallel_llama.config.scaled import (
     mxfp4_weights,
     scaled_format,
     scaled_weights,
-    schemes_of,
 )
 from parallel_llama.dtypes import (
     GGUF_QUANTS,
@@ -429,7 +428,7 @@ def packing_of(values: Mapping[str, Any]) -> Packing | Schemes | BitsAndBytes | 
             return bitsandbytes_of(config)
         if method in _ZERO_OFFSETS:
             return replace(_packing(method, config), rules=_rules(config))
-        return schemes_of(method, config)
+        return METHODS[method](config)
     except UsageError as error:
         raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error
 

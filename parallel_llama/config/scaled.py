@@ -53,7 +53,6 @@ MXFP4_INPUTS = 32
 
 # The strategy and the size of a group of each format with floats of 4 bits.
 _FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("group", 32)}
-_MIXED = "mixed-precision"
 _MAX_REPEATING = 64  # patterns with repetitions; each runs on every module
 _STRATEGIES = "tensor", "channel", "group", "block"
 
@@ -145,14 +144,6 @@ class Schemes:
         by_pattern = [scheme for target, scheme in self.groups if _matches(module, target)]
         by_class = [scheme for target, scheme in self.groups if target == kind]
         return next(iter((*by_name, *by_pattern, *by_class)), None)
-
-
-def schemes_of(method: str, config: Fields) -> Schemes:
-    """The schemes that a quantization_config states for one of METHODS.
-
-    Raises: UsageError if they are not supported.
-    """
-    return METHODS[method](config)
 
 
 def scaled_weights(

@@ -146,12 +146,12 @@ def layers(comm: Communicator, setup: ModelSetup) -> Check:
             )
             names = layer_names(layer, n_exchanges)
             if second_difference is None:
-                exchange = (
+                product = (
                     names[difference.exchange]
                     if difference.exchange < len(names)
                     else f"layer {layer}"
                 )
-                seen = f"rank {checker} computes or receives {exchange} differently"
+                seen = f"rank {checker} computes or receives {product} differently"
             else:
                 seen = describe({checker: difference, second: second_difference}, names)
             return Check("layers", "fail", seen, HARDWARE)

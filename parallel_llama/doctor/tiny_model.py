@@ -228,30 +228,20 @@ def _failed_check(
     comparisons: Sequence[_Comparison | None], size: int, wrong: set[int]
 ) -> Check | None:
     """The check that has failed, or None."""
-    trusted = [
-        comparison
+    trusted = {
+        rank: comparison
         for rank, comparison in enumerate(comparisons)
         if comparison is not None and rank not in wrong
-    ]
-    ranks = [
-        rank
-        for rank, comparison in enumerate(comparisons)
-        if comparison is not None and rank not in wrong
-    ]
+    }
     group_text = f"on {counted(size, 'rank')}"
-    if any(comparison.difference is not None for comparison in trusted):
-        by_rank = {
-            rank: comparison.difference for rank, comparison in zip(ranks, trusted, strict=True)
-        }
-        if all(
-            comparison is None or set(comparison.owners) & wrong for comparison in by_rank.values()
-        ):
+    by_rank = {rank: comparison.difference for rank, comparison in trusted.items()}
+    present = [difference for difference in by_rank.values() if difference is not None]
+    if present:
+        if all(set(difference.owners) & wrong for difference in present):
             return None  # a rank that is known to be wrong
         seen = f"{group_text}, {describe(by_rank, _names(ARGS.n_layers))}"
         return Check("tensor-parallel", "fail", seen, HARDWARE)
-    differing_ranks = [
-        rank for rank, comparison in zip(ranks, trusted, strict=True) if not comparison.is_equal
-    ]
+    differing_ranks = [rank for rank, comparison in trusted.items() if not comparison.is_equal]
     if differing_ranks:
         who = ranks_do(differing_ranks, "computes", "compute")
         seen = f"{group_text}, {who} different logits"

@@ -54,8 +54,8 @@ def _unrotated_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     """The layers that attend to all keys."""
     if fields.values.get(_WINDOW, _DEFAULT_WINDOW) is None:
         return tuple(range(n_layers))
-    if layer_types := fields.strings("layer_types"):
-        return tuple(layer for layer, kind in enumerate(layer_types) if kind == "full_attention")
+    if kinds := fields.strings("layer_types"):
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     return _full_layers(fields, n_layers)
 
 

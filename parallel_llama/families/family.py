@@ -56,6 +56,10 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
     return ()
 
 
+def every_second(_fields: Fields, n_layers: int) -> Iterable[int]:
+    return range(1, n_layers, 2)
+
+
 def biases(fields: Fields) -> dict[str, Any]:
     """The arguments that BIASES of config.json state."""
     return {key: fields.flag(key, False) for key in BIASES}

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, layer_types
+from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, every_second, layer_types
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -81,10 +81,6 @@ def _gemma3_features(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _every_second(_fields: Fields, n_layers: int) -> Iterable[int]:
-    return range(1, n_layers, 2)
-
-
 def _every_sixth(fields: Fields, n_layers: int) -> Iterable[int]:
     step = fields.integer("sliding_window_pattern", 6)
     return range(step - 1, n_layers, step) if step > 0 else range(n_layers)
@@ -112,7 +108,7 @@ def _gemma2_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, 
         **_shared_gguf_features(fields, "gemma2", 46),
         "attention_soft_cap": fields.number("gemma2.attn_logit_softcapping", 50.0) or None,
         "logit_soft_cap": fields.number("gemma2.final_logit_softcapping", 30.0) or None,
-        **_gguf_window(fields, "gemma2", 4096, _every_second(Fields({}), n_layers)),
+        **_gguf_window(fields, "gemma2", 4096, every_second(Fields({}), n_layers)),
     }
 
 
@@ -184,7 +180,7 @@ GEMMA2 = Family(
     features=_gemma2_features,
     writes=_shared_writes,
     keys={"activation": "hidden_activation"},
-    full_layers=_every_second,
+    full_layers=every_second,
     defaults={**GEMMA.defaults, "n_kv_heads": 4, "sliding_window": 4096},
     names=names_with(*POST_NORM_NAMES),
     gguf=GGUFForm(

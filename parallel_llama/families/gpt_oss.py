@@ -7,11 +7,11 @@ Source: arXiv 2508.10925; GptOssConfig and modeling_gpt_oss.py of transformers 5
 llama.cpp. GGUF files have HF's order of rows.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, layer_types
+from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, every_second, layer_types
 from parallel_llama.families.model_args import ModelArgs, RopeScaling
 from parallel_llama.families.names import in_layers, names_with
 from parallel_llama.files.fields import Fields
@@ -73,10 +73,6 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _every_second(_fields: Fields, n_layers: int) -> Iterable[int]:
-    return range(1, n_layers, 2)
-
-
 def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     n_layers = fields.integer("gpt-oss.block_count")
     return {
@@ -85,7 +81,7 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
             f"gpt-oss.{_CHANNELS_IN_GGUF}", fields.integer("gpt-oss.feed_forward_length", 0)
         ),
         "sliding_window": fields.integer(f"gpt-oss.{_WINDOW_IN_GGUF}", _WINDOW),
-        "full_layers": tuple(range(1, n_layers, 2)),
+        "full_layers": tuple(every_second(fields, n_layers)),
     }
 
 
@@ -114,7 +110,7 @@ GPT_OSS = Family(
     | _DOUBLE,
     features=_features,
     writes=_writes,
-    full_layers=_every_second,
+    full_layers=every_second,
     defaults={
         "dtype": "bfloat16",  # which holds all values of MXFP4
         "head_dim": 64,

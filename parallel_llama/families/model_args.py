@@ -69,6 +69,11 @@ class RopeScaling:
             return float(rotations >= low)
         return min(max((rotations - low) / (high - low), 0.0), 1.0)
 
+    def llama3_factors(self, rope_theta: float, head_dim: int) -> list[float]:
+        """The divisor of each rotary frequency, as Meta's program computes it."""
+        kept = (self.kept_part(rope_theta ** (-at / head_dim)) for at in range(0, head_dim, 2))
+        return [1 / (part + (1 - part) / self.factor) for part in kept]
+
     def __post_init__(self) -> None:
         names = "factor", "low_freq_factor", "beta_fast", "beta_slow"
         positive: dict[str, float | None] = {name: getattr(self, name) for name in names}

@@ -186,9 +186,12 @@ def quantise(values: Tensor, form: QuantFormat) -> QuantMatrix:
 def joined(parts: Sequence[QuantMatrix], dim: int) -> QuantMatrix:
     """Concatenate matrices along their outputs (dim 0) or their inputs (dim 1).
 
-    Along inputs, each matrix but the first must begin at the start of a block.
+    Along inputs, each matrix but the first must begin at the start of a block. A single matrix is
+    returned without a copy.
     """
     first = parts[0]
+    if len(parts) == 1:
+        return first
     assert all(part.n_before == (0 if dim else first.n_before) for part in parts[1:])
 
     def cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -464,7 +467,7 @@ class PanelShape:
         """Pack rows into the panels from `first` on. Returns: the first panel after the rows."""
         if not matrices:
             return first
-        weight = joined(matrices, dim=0) if len(matrices) > 1 else matrices[0]
+        weight = joined(matrices, dim=0)
         stop = first + -(-weight.shape[0] // self.n_rows)
         n_at_once = max(1, _PACKED_AT_ONCE // max(1, self.n_rows * self.n_inputs))
         for start in range(first, stop, n_at_once):

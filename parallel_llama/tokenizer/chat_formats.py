@@ -3,7 +3,7 @@
 Prompts are built from tokens, so that no text of a message becomes a special token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 
 from parallel_llama.errors import CheckpointError, UsageError
@@ -80,7 +80,7 @@ class Llama2Chat:
         require_plain(chat)
         messages = developer_as_system(chat.messages)
         require_roles(messages, self.ROLES)
-        self._refuse_tags(messages)
+        _refuse_tags(map(text_of, messages), self.TAGS, "Llama 2's chat format")
         turns = self._turns(messages)
         ids: list[int] = []
         for question, answer in zip(turns[::2], turns[1::2], strict=False):
@@ -104,15 +104,6 @@ class Llama2Chat:
         if system is not None:
             contents[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}"
         return contents
-
-    def _refuse_tags(self, messages: Sequence[Message]) -> None:
-        for number, message in enumerate(messages):
-            for tag in self.TAGS:
-                if tag in text_of(message):
-                    raise UsageError(
-                        f"messages[{number}] contains {tag}, which is markup of Llama 2's chat "
-                        "format; remove it"
-                    )
 
     def _text(self, text: str) -> list[int]:
         return [self._bos_id, *self._tokenizer.encode(text, bos=False, special=False)]
@@ -155,7 +146,7 @@ class MistralChat:
         _require_turns(messages)
         turns = [(message["role"], _text(message)) for message in messages]
         if self._version == 1:
-            self._refuse_tags([text for _, text in turns])
+            _refuse_tags((text for _, text in turns), self.TAGS, "Mistral's first chat format")
         ids = [self._special("<s>")]
         for role, text in self._in_prompt_order(turns):
             ids += self._turn(role, text)
@@ -212,14 +203,16 @@ class MistralChat:
             )
         return id
 
-    def _refuse_tags(self, texts: Sequence[str]) -> None:
-        for number, text in enumerate(texts):
-            for tag in self.TAGS:
-                if tag in text:
-                    raise UsageError(
-                        f"messages[{number}] contains {tag}, which is markup of Mistral's first "
-                        "chat format; remove it"
-                    )
+
+def _refuse_tags(texts: Iterable[str], tags: Sequence[str], chat_format: str) -> None:
+    """Refuses messages that contain tags of a format in which tags are ordinary text."""
+    for number, text in enumerate(texts):
+        for tag in tags:
+            if tag in text:
+                raise UsageError(
+                    f"messages[{number}] contains {tag}, which is markup of {chat_format}; "
+                    "remove it"
+                )
 
 
 def _require_turns(messages: Sequence[Message]) -> None:
