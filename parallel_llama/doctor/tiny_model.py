@@ -228,12 +228,12 @@ def _failed_check(
     comparisons: Sequence[_Comparison | None], size: int, wrong: set[int]
 ) -> Check | None:
     """The check that has failed, or None."""
-    trusted = {
-        rank: comparison
-        for rank, comparison in enumerate(comparisons)
-        if comparison is not None and rank not in wrong
-    }
+    received = {rank: item for rank, item in enumerate(comparisons) if rank not in wrong}
+    trusted = {rank: item for rank, item in received.items() if item is not None}
     group_text = f"on {counted(size, 'rank')}"
+    if lost_ranks := received.keys() - trusted.keys():
+        seen = f"{group_text}, the findings of {named_ranks(lost_ranks)} arrive damaged"
+        return Check("tensor-parallel", "fail", seen, HARDWARE)
     by_rank = {rank: comparison.difference for rank, comparison in trusted.items()}
     present = [difference for difference in by_rank.values() if difference is not None]
     if present:

@@ -181,6 +181,14 @@ def test_ranks_with_deviating_results_are_identified(results, recorded, status, 
     assert (check.status, found) == (status, wrong), check
 
 
+def test_a_comparison_that_arrives_damaged_fails_unless_its_rank_is_known_to_be_wrong():
+    comparisons = [tiny_model._Comparison(None, is_equal=True), None]
+    check = tiny_model._failed_check(comparisons, 2, wrong=set())
+    assert check is not None and check.status == "fail"
+    assert check.seen == "on 2 ranks, the findings of rank 1 arrive damaged"
+    assert tiny_model._failed_check(comparisons, 2, wrong={1}) is None
+
+
 def damages_copies(comm: ThreadComm, numbers: range) -> None:
     """Changes the first byte of the body in some copies of a record."""
     gather = comm.all_gather
