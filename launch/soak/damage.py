@@ -4,9 +4,9 @@
 
 A round damages one copy of a folder: a value of a JSON file, a tensor, or bytes of a file. `score`
 must then end with exit code 0, 1 or 2, without a traceback. If it refuses the folder, it prints one
-message, which names the folder, the file, the tensor or the setting. Truncated weights files must
-be refused, and so must lost tensors that cannot be derived. Each round is a process of its own,
-with a limit of two minutes.
+message, which names the folder, the file, the tensor or the setting, or says that the results are
+NaN. Truncated weights files must be refused, and so must lost tensors that cannot be derived. Each
+round is a process of its own, with a limit of two minutes.
 """
 
 import argparse
@@ -32,6 +32,10 @@ from launch.soak.tally import Tally
 
 LIMIT_S = 120
 SLOW_TO_IMPORT = "parallel_llama.cli.score", "parallel_llama.llm"
+# Errors that reading finds call a weight by its name in the model, not by that in the file.
+WEIGHTS = "layers.", "norm.", "tok_embeddings.", "output."
+# Values that are wrong but finite are noticed only in the results, where no weight can be named.
+RESULTS = "verify the checkpoint"
 VALUES = (None, True, -1, 0, 1, 3, 7, 2**40, -0.5, 1e30, "", "x", "float32", [], [1, "x"], {})
 
 
@@ -158,7 +162,8 @@ def damaged_setting(path: Path, rng: random.Random) -> Damage:
         parent[key] = rng.choice(VALUES)
         text = f"{path.name}: {key} = {parent[key]!r}"
     path.write_text(json.dumps(content))
-    return Damage(text, (path.name, str(key), path.parent.name, "vocabulary"))
+    named = (key,) if isinstance(key, str) else ()
+    return Damage(text, (*named, path.name, path.parent.name, "vocabulary", *WEIGHTS))
 
 
 def places(content: Any) -> list[tuple[Any, Any]]:
@@ -182,8 +187,7 @@ def damaged_tensor(path: Path, rng: random.Random) -> Damage:
     action = rng.choice(list(TENSOR_DAMAGES))
     lost = TENSOR_DAMAGES[action](tensors, name)
     save_file(tensors, path, metadata)
-    # Errors that reading finds call a weight by its name in the model, not by that in the file.
-    named = name.rsplit(".", 1)[0], "layers.", "norm.", "tok_embeddings.", "output."
+    named = name.rsplit(".", 1)[0], *WEIGHTS
     return Damage(f"{path.name}: {name} {action}", named, must_be_refused=lost)
 
 
@@ -235,7 +239,7 @@ def damaged_bytes(path: Path, rng: random.Random) -> Damage:
     for place in at:
         content[place] = rng.choice([0, 0x7F, 0xFF, content[place] ^ 1 << rng.randrange(8)])
     path.write_bytes(content)
-    named = path.name, path.parent.name, "layers.", "norm.", "tok_embeddings.", "output."
+    named = path.name, path.parent.name, *WEIGHTS, RESULTS
     return Damage(f"{path.name}: bytes {at} changed", named)
 
 
