@@ -15,6 +15,7 @@ import argparse
 import random
 import statistics
 import time
+from dataclasses import asdict, replace
 
 import torch
 
@@ -110,10 +111,12 @@ def step_times(llm: LLM, n_requests: int, n_new: int) -> StepTimes:
     requests = llm.input_processor.requests(prompts, params)
     for _ in llm.run(requests):  # warms up
         pass
+    before = StepTimes()
     for n_outputs, _ in enumerate(llm.run(requests)):
         if n_outputs == n_requests:  # all prompts have been prefilled
-            llm.engine.times = StepTimes()
-    return llm.engine.times
+            before = replace(llm.engine.times)
+    after = asdict(llm.engine.times)
+    return StepTimes(**{name: after[name] - getattr(before, name) for name in after})
 
 
 def random_tokens(llm: LLM, draw: random.Random, n_tokens: int) -> list[int]:

@@ -5,10 +5,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from launch.bench.engine_overheads import step_line
+from launch.bench.engine_overheads import step_line, step_times
 from launch.bench.plot import Chart, svg
 from launch.bench.windows import HEAD_DIM, N_HEADS, WAYS
 from parallel_llama.engine.statistics import StepTimes
+from parallel_llama.llm import LLM
 
 
 @pytest.mark.parametrize(("n_tokens", "window"), [(50, 16), (700, 96), (30, 64)])
@@ -35,3 +36,11 @@ def test_a_step_is_split_into_all_its_parts():
     times = StepTimes(10, messages_s=0.1, schedule_s=0.2, forward_s=0.5, sample_s=0.1, decide_s=0.1)
     line = step_line(times, 16)
     assert all(part in line for part in ("100.0 ms", "50.0%", "messages 10.00", "decide 10.00"))
+
+
+def test_step_times_are_those_of_steps_after_the_prefill(model):
+    """Regression: the times were all 0, and the report divided by the number of steps."""
+    with LLM(str(model)) as llm:
+        times = step_times(llm, 2, 8)
+        assert 0 < times.n_steps < llm.engine.times.n_steps / 2
+        assert 0 < times.forward_s < llm.engine.times.forward_s
