@@ -63,7 +63,7 @@ def test_chat_answer_is_the_same_with_a_draft_model(model, monkeypatch, capsys):
         (["--draft-model={short}"], "this model's context is 16 tokens"),
         (["--draft-model=smollm2"], "its vocabulary has 49152 tokens and that of the model 211"),
         (["--draft-model={model}", "--pp=2", "--nproc=2"], "a draft model and a pipeline"),
-        (["--draft-model={model}", "--kv-split=sequence"], "a draft model and a KV cache split"),
+        (["--draft-model={model}", "--kv-split=sequence"], "a draft model and a KV cache sharded"),
         (["--draft-model={model}", "--device=cuda"], "a draft model and GPUs"),
         (["--draft-model={model}", "--attention-sinks=4"], "a draft model and attention sinks"),
     ],
