@@ -316,8 +316,9 @@ class LLM:
 
         A sequence longer than the context is scored in windows of the length of the context. The
         probability of a token is conditioned on the preceding tokens of the first window that
-        contains it. Between two windows other threads get their turn. While unfinished requests
-        hold too much of the KV cache, this call steps them.
+        contains it. Between two windows, calls of other threads may run. While unfinished requests
+        hold too much of the KV cache, this call steps them; requests that other threads add
+        meanwhile may run before it.
 
         Args:
             sequences: lists or arrays of token ids.
@@ -489,9 +490,9 @@ class LLM:
     def unattended(self) -> Iterator[None]:
         """A context in which this program does not wait for a person between two steps.
 
-        In the context, the other ranks of this host fail if rank 0 starts no step within the time
-        limit of a step. Outside of the context, they wait for the next step without a limit. Has no
-        effect with `elastic`.
+        In the context, the other ranks fail if rank 0 starts no step within the time limit of a
+        step, except between ranks that are connected through gloo alone. Outside of the context,
+        they wait for the next step without a limit. Has no effect with `elastic`.
         """
         self._require_usable()
         if self.ranks.setup.config.elastic:  # the group, and its communicator, may change
@@ -510,13 +511,16 @@ class LLM:
     def lend(self) -> None:
         """Let another object step the engine, and refuse all calls until `take_back`.
 
-        A step or call that runs in another thread ends first.
+        Waits for the step or call that runs in another thread.
 
-        Raises: UsageError if it is lent already, has unfinished requests, or is closed.
+        Raises: UsageError if it is lent already, has unfinished requests, scores texts in another
+        thread, or is closed.
         """
         with self._exclusive():
             if len(self._loop):
                 raise UsageError("this LLM has unfinished requests; finish or close their streams")
+            if self.engine.held_adapters:
+                raise UsageError("another thread scores texts with this LLM; wait until it ends")
             self._is_lent = True
 
     def take_back(self) -> None:

@@ -17,6 +17,7 @@ from llm_program import Counts, soaked, until_idle
 
 from parallel_llama import LLM, AsyncLLM, SamplingParams
 from parallel_llama.async_llm import RequestHandle
+from parallel_llama.engine import rank_rpc
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Grammar
 
@@ -327,21 +328,39 @@ async def test_llm_refuses_calls_until_its_async_llm_is_closed(llm):
 
 async def test_async_llm_waits_for_a_call_of_another_thread(llm, monkeypatch):
     """Regression: both used the engine at the same time."""
-    forward, begun, is_lent = llm.engine.runner.forward, threading.Event(), threading.Event()
+    begun, is_lent = threading.Event(), threading.Event()
 
-    def slow_forward(*args):
+    def measure_slowly(_):
         begun.set()
-        assert not is_lent.wait(0.5)
-        return forward(*args)
+        return is_lent.wait(0.5)
 
-    expected = llm.score([[5, 6, 7]])
-    monkeypatch.setattr(llm.engine.runner, "forward", slow_forward)
+    monkeypatch.setattr(rank_rpc, "measure_machine", measure_slowly)
     with ThreadPoolExecutor() as pool:
-        scored = pool.submit(llm.score, [[5, 6, 7]])
+        measured = pool.submit(llm.machine)
         assert begun.wait(LIMIT_S)
         async with serving(llm):
             is_lent.set()
-            assert scored.result() == expected
+            assert measured.result() is False
+
+
+async def test_async_llm_is_refused_while_another_thread_scores_texts(llm, monkeypatch):
+    """Regression: the AsyncLLM took the LLM between two texts, and `score` failed."""
+    forward, begun = llm.engine.runner.forward, threading.Event()
+
+    def slow_forward(*args):
+        begun.set()
+        time.sleep(0.5)
+        return forward(*args)
+
+    texts = [[5, 6, 7], [8, 9]]
+    expected = llm.score(texts)
+    monkeypatch.setattr(llm.engine.runner, "forward", slow_forward)
+    with ThreadPoolExecutor() as pool:
+        scored = pool.submit(llm.score, texts)
+        assert begun.wait(LIMIT_S)
+        with pytest.raises(UsageError, match="another thread scores texts"):
+            AsyncLLM(llm)
+        assert scored.result() == expected
 
 
 async def test_invalid_prompts_and_grammars_are_refused_on_submit(llm):
