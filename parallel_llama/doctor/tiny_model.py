@@ -231,16 +231,16 @@ def _failed_check(
     received = {rank: item for rank, item in enumerate(comparisons) if rank not in wrong}
     trusted = {rank: item for rank, item in received.items() if item is not None}
     group_text = f"on {counted(size, 'rank')}"
+    by_rank = {rank: comparison.difference for rank, comparison in trusted.items()}
+    present = [difference for difference in by_rank.values() if difference is not None]
+    if not all(set(difference.owners) & wrong for difference in present):
+        seen = f"{group_text}, {describe(by_rank, _names(ARGS.n_layers))}"
+        return Check("tensor-parallel", "fail", seen, HARDWARE)
     if lost_ranks := received.keys() - trusted.keys():
         seen = f"{group_text}, the findings of {named_ranks(lost_ranks)} arrive damaged"
         return Check("tensor-parallel", "fail", seen, HARDWARE)
-    by_rank = {rank: comparison.difference for rank, comparison in trusted.items()}
-    present = [difference for difference in by_rank.values() if difference is not None]
     if present:
-        if all(set(difference.owners) & wrong for difference in present):
-            return None  # a rank that is known to be wrong
-        seen = f"{group_text}, {describe(by_rank, _names(ARGS.n_layers))}"
-        return Check("tensor-parallel", "fail", seen, HARDWARE)
+        return None  # all differences are those of a rank that is known to be wrong
     differing_ranks = [rank for rank, comparison in trusted.items() if not comparison.is_equal]
     if differing_ranks:
         who = ranks_do(differing_ranks, "computes", "compute")

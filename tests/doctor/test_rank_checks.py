@@ -24,7 +24,7 @@ from parallel_llama.doctor.facts import Facts, versions
 from parallel_llama.doctor.rank import _REMEDIES, remedy_for
 from parallel_llama.doctor.records import agreed, exchange
 from parallel_llama.doctor.tiny_model import ARGS, RECORDED, Result, compute_alone, judged
-from parallel_llama.doctor.trace import TracedSolo
+from parallel_llama.doctor.trace import Difference, TracedSolo
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
@@ -187,6 +187,9 @@ def test_a_comparison_that_arrives_damaged_fails_unless_its_rank_is_known_to_be_
     assert check is not None and check.status == "fail"
     assert check.seen == "on 2 ranks, the findings of rank 1 arrive damaged"
     assert tiny_model._failed_check(comparisons, 2, wrong={1}) is None
+    of_rank_2 = tiny_model._Comparison(Difference(3, (2,)), is_equal=True)
+    check = tiny_model._failed_check([of_rank_2] * 3 + [None], 4, wrong=set())
+    assert check is not None and check.seen.startswith("on 4 ranks, rank 2 computed layer 0")
 
 
 def damages_copies(comm: ThreadComm, numbers: range) -> None:
