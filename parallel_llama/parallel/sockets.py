@@ -333,9 +333,16 @@ class Sockets(Communicator):
 
     def _send_note(self, kind: int) -> None:
         """Sends a note to every other rank, between two exchanges."""
+        note = _HEADER.pack(kind, self._n_finished)
         for sock in self._sockets.values():
-            with suppress(OSError):  # the next exchange fails
-                sock.send(_HEADER.pack(kind, self._n_finished))
+            with suppress(OSError):  # if the connection has ended, the next exchange fails
+                try:
+                    sock.send(note)
+                except BlockingIOError:  # the other rank has not read the previous exchange yet
+                    poller = select.poll()
+                    poller.register(sock, select.POLLOUT)
+                    poller.poll(1e3 * self._timeouts.step_s)
+                    sock.send(note)
 
     def require_alive(self) -> None:
         for rank, sock in self._sockets.items():

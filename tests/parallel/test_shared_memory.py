@@ -270,7 +270,7 @@ def overlap_and_idle(comm: Communicator) -> None:
 def idle_and_compute(comm: Communicator) -> None:
     time.sleep(1.95)
     with comm.computing():
-        time.sleep(0.85)
+        time.sleep(0.65)
 
 
 def step_and_hang(comm: Communicator) -> None:

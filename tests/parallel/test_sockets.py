@@ -512,3 +512,24 @@ def test_two_hosts_equal_one_host_and_send_each_value_once(hosts, tmp_path):
     assert found == alone
     # The residual stream crosses the link after each of two stages, not twice in every layer.
     assert (piped - idle) < (idle - before) / 4
+
+
+def test_note_waits_until_the_other_rank_has_read_an_exchange():
+    """Regression: the note was lost, and an idle rank 0 that had computed was late."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor() as pool:
+        ours.setblocking(False)
+        theirs.settimeout(SOON_S)
+        n_sent = 0
+        with suppress(BlockingIOError):
+            while True:
+                n_sent += ours.send(bytes(1 << 16))
+        comm = object.__new__(Sockets)
+        comm.size, comm._cells = 2, [0] * 3 * sockets.CELLS
+        comm._sockets, comm._timeouts = {1: ours}, Timeouts(SOON_S, SOON_S)
+        sent = pool.submit(comm._send_note, sockets._COMPUTING)
+        time.sleep(0.2)  # until it waits
+        while n_sent:
+            n_sent -= len(theirs.recv(min(n_sent, 1 << 16)))
+        sent.result()
+        assert theirs.recv(64) == sockets._HEADER.pack(sockets._COMPUTING, 0)
