@@ -19,8 +19,8 @@ _SAME_NAME = (
     "skip_special_tokens", "include_stop_str_in_output", "cache_salt",
 )  # fmt: skip
 
-# Fields that have no effect on greedy requests.
-_FILTERS = "top_p", "top_k", "min_p"
+# Fields that have no effect on greedy requests, and their values that exclude no token.
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
@@ -56,8 +56,9 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
     )
     if params.is_greedy and body.temperature is None:
-        for name in overrides.keys() & set(_FILTERS):
-            _warn_of_idle_filter(name)
+        for name in overrides.keys() & _NEUTRAL.keys():
+            if getattr(params, name) != _NEUTRAL[name]:
+                _warn_of_idle_filter(name)
     return params
 
 

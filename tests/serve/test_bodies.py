@@ -334,6 +334,7 @@ def test_filter_without_effect_on_a_greedy_default_is_logged_once(caplog):
     take(0.0, temperature=1.0, top_p=0.5)
     take(0.0, temperature=0.0, top_p=0.5)
     take(0.5, top_p=0.5)
+    take(0.0, top_p=1, top_k=-1, min_p=0)
     assert not caplog.records
     for _ in range(2):
         take(0.0, top_p=0.5, min_p=0.1)
