@@ -34,7 +34,7 @@ from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded, is_folder
 from parallel_llama.parallel.failures import FAILED, report_error
-from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name
+from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.serve.log import FORMATS, log_to_stderr
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def prepare(flags: Flags) -> Job:
     if is_started_as_rank():
         if restarts:
             warn(
-                f"--{RESTARTS.name} {restarts} has no effect: {launcher_name()} has started the "
-                "ranks, so the server ends if the engine fails"
+                f"--{RESTARTS.name} {restarts} has no effect: this process was started as a rank, "
+                "so the server ends if the engine fails"
             )
         return Job(lambda: _serve_as_rank(flags, inputs, listener, keys), n_ranks)
     config = llm_config(flags, tp_size=n_ranks)

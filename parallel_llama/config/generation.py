@@ -139,7 +139,7 @@ def _from_gguf(fields: Fields) -> GenerationDefaults:
 
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """The token ids under a key: one id or a list, without -1, which means none."""
+    """The token ids under a key: one id or a list, without NO_TOKEN_IDS."""
     ids = [token for token in fields.integers(key) if token not in NO_TOKEN_IDS]
     for token in ids:
         if not 0 <= token <= MAX_TOKEN_ID:

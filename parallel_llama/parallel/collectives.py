@@ -68,10 +68,11 @@ class Communicator(Protocol):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """A context in which this rank computes, and does not wait for user input; may overlap.
+        """A context in which this rank computes, and does not wait for user input.
 
         Meanwhile, the time limit of the other ranks applies even to a `broadcast` with
-        `no_timeout`, except between ranks that are connected through gloo alone.
+        `no_timeout`, except between ranks that are connected through gloo alone. Several contexts
+        may be open at once.
         """
         yield
 

@@ -105,8 +105,8 @@ async def serve(
     Requests that do not finish get status 503, or an error as the last event of their stream.
 
     Args:
-        has_launcher: further signals have no effect, because the launcher and rank 0 forward a
-            signal that the server may also get itself, and rank 0 forwards it only after a step.
+        has_launcher: whether a launcher started the ranks. One signal may then arrive several
+            times, seconds apart, so only the first one counts.
     """
     server = _Server(
         uvicorn.Config(

@@ -324,7 +324,7 @@ def test_late_second_sigterm_under_a_launcher_does_not_end_the_drain(folder):
 def test_killed_http_server_under_a_launcher_is_reported(folder):
     """Regression: rank 0 exited with 0 and without a message."""
     with Served("--model", str(folder), "--restarts=2", env=ONLY_RANK) as served:
-        assert "--restarts 2 has no effect: torchrun has started the ranks" in served.stderr
+        assert "--restarts 2 has no effect: this process was started as a rank" in served.stderr
         children = psutil.Process(served.process.pid).children()
         (frontend,) = (
             child
