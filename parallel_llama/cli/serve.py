@@ -85,7 +85,7 @@ LOG_FORMAT: Flag[str] = Flag(
     default="text",
 )  # fmt: skip
 
-_MAX_RESTARTS = 3  # without --restarts
+MAX_RESTARTS = 3  # without --restarts
 _ENGINE = "parallel_llama.engine_process"  # the module that the engine's process runs
 _REPORT_MARGIN_S = 5.0  # so that the ranks report a late rank before the frontend stops the engine
 
@@ -137,7 +137,7 @@ def prepare(flags: Flags) -> Job:
             lambda adapters: EngineChild(
                 _ENGINE, {**config.to_json(), "adapters": dict(adapters)}, flags[LOG_FORMAT]
             ),
-            _MAX_RESTARTS if restarts is None else restarts,
+            MAX_RESTARTS if restarts is None else restarts,
         )
 
     return Job(run)
