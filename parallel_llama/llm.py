@@ -343,7 +343,7 @@ class LLM:
             try:
                 tokens = as_token_ids(sequence)
                 self.input_processor.check_sequence(tokens)
-                self.engine.scheduler.check_room(min(len(tokens), max_tokens))
+                self.engine.scheduler.check_length(min(len(tokens), max_tokens))
                 checked.append(tokens)
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error

@@ -18,7 +18,7 @@ N_TOKENS, STEP_TOKENS = 64, 512
 
 
 def shares(memory: Sequence[int] | None, speeds: Sequence[float] | None) -> Shares | None:
-    """The shares of which `plan_with_shares` makes its plan."""
+    """The shares that `plan_with_shares` passes to `make_plan`."""
     n_ranks = len(memory or speeds or [1])
     with patch("parallel_llama.shares.make_plan", wraps=make_plan) as made:
         plan_with_shares(

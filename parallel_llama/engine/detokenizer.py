@@ -113,7 +113,7 @@ class Detokenizer:
             if tokenizer
             else None
         )
-        # The vocabulary, whose `piece` is b"" for a marker; None if the request hides no markers.
+        # `piece` of the vocabulary returns b"" for a marker. None if the request hides no markers.
         self._vocabulary = tokenizer.vocabulary if tokenizer and request.hides_markers else None
         self._stop = StopChecker(params.stop, shows_stop=params.include_stop_str_in_output)
         self._shown: list[str] = []

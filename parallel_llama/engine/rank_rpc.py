@@ -61,7 +61,7 @@ def score_sequence(
     Raises: UsageError if the tokens do not fit into an empty KV cache; after the loss of a rank it
     may be smaller than before.
     """
-    engine.scheduler.check_room(len(tokens))
+    engine.scheduler.check_length(len(tokens))
     engine.send_rpc(_SCORE + msgspec.msgpack.encode((tokens, adapter)))
     return _score(engine, tokens, adapter)
 

@@ -195,7 +195,7 @@ class Scheduler:
             if needed > n_blocks:
                 raise ContextExceeded(self._too_large(request, needed, n_blocks))
 
-    def check_room(self, n_tokens: int) -> None:
+    def check_length(self, n_tokens: int) -> None:
         """Raises: UsageError if a sequence of `n_tokens` tokens does not fit into an empty pool."""
         for kv_group in self.kv_groups:
             n_blocks = kv_group.pool.n_blocks

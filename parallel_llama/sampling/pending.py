@@ -65,8 +65,8 @@ class PendingDraws:
     def read(self) -> tuple[list[SampledToken], bool]:
         """Wait for the tokens, but not for later work on the device.
 
-        Returns: the tokens, and whether they equal the tokens on the device (`self.tokens`). Rows
-        whose candidates did not suffice are sampled again, and then they differ.
+        Returns: the tokens, and whether they equal the tokens on the device (`self.tokens`). They
+        differ if a row had too few candidates and was sampled again.
 
         Raises: NumericalError, on all ranks, if a row has NaN or +inf, or only -inf.
         Collective: `sample` for the rows that are sampled again.

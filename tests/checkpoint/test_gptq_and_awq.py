@@ -265,7 +265,7 @@ BY_RULE = [
 
 
 def with_rules(source: Path, folder: Path) -> Path:
-    """Writes a GPTQ folder whose modules are quantised as RULES states."""
+    """Writes a GPTQ folder whose modules are quantised by the rules in RULES."""
     is_plain = re.compile(r"1\.mlp\.down")
 
     def is_quantised(name: str) -> bool:

@@ -1,9 +1,9 @@
 """The steps of the GPU benchmark. Each step runs in its own process.
 
-A step is a module with a generator `rows(setting, ...)`, whose further arguments follow the name of
-the module after colons, or with several generators by name in `PARTS`, which take only a setting.
-Rows that a step has yielded are kept when it fails or reaches its time limit. After a crash, the
-remaining parts run in a new process.
+A step is a module. The module has a generator `rows(setting, ...)`, or `PARTS`: generators by name
+that take only a setting. Further arguments of `rows` follow the module's name in the name of the
+step, each after a colon. Rows that a step has yielded are kept when it fails or reaches its time
+limit. After a crash, the remaining parts run in a new process.
 """
 
 import sys

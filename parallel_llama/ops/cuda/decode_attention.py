@@ -1,8 +1,8 @@
 """Decode attention: single queries over keys in blocks.
 
-The keys of a query are cut into splits, whose length depends only on the model and on the number of
-the query's keys. Each program handles some splits for the query heads of a KV head, or for a tile
-of these heads if there are many, and the partial results are merged split by split. So a result
+The keys of a query are cut into splits. The length of a split depends only on the model and on how
+many keys the query has. Each program handles some splits for the query heads of a KV head, or for a
+tile of these heads if there are many. The partial results are merged split by split, so a result
 depends neither on the batch nor on the number of programs.
 
 Source: FlashDecoding, https://pytorch.org/blog/flash-decoding; grouped queries, arXiv 2305.13245.
