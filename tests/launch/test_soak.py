@@ -22,7 +22,7 @@ def run_soak(name: str, *flags: str) -> tuple[int, list[str]]:
 def test_random_mixes_run():
     code, lines = run_soak("mixes", "--mixes", "2", "--families", "qwen3")
     assert code == 0
-    assert lines[0] == "ok     qwen3, tp 1, mixes 0 to 1"
+    assert lines[0] == "ok     qwen3 0, tp 1, mixes 0 to 1"
     assert lines[-1].startswith("1 batches of mixes passed, 0 failed")
 
 

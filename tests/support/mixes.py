@@ -338,7 +338,7 @@ def alone(
         early = len(tokens) - len(prompt) < params.min_tokens
         banned = stop_ids if early else frozenset[int]()
         draw = SamplingRow(params, seed, choice, len(tokens), history=history, banned=banned)
-        (drawn,) = sample(runner.logits(hidden[-1:]), range(ARGS.vocab_size), [draw], runner.comm)
+        (drawn,) = sample(runner.logits(hidden[-1:]), range(args.vocab_size), [draw], runner.comm)
         tokens.append(drawn.token)
         history.append(drawn.token)
         new = tuple(tokens[len(prompt) :])
