@@ -65,10 +65,13 @@ def prepare(flags: Flags) -> Job:
 
 
 def perplexity(logprobs: Sequence[float]) -> float | None:
-    """exp of the mean negative log-probability; None for no tokens."""
+    """exp of the mean negative log-probability; None for no tokens, inf if no float holds it."""
     if not logprobs:
         return None
-    return math.exp(-math.fsum(logprobs) / len(logprobs))
+    try:
+        return math.exp(-math.fsum(logprobs) / len(logprobs))
+    except OverflowError:
+        return math.inf
 
 
 def _score(
@@ -101,10 +104,11 @@ def _score(
         scored = list(zip(sequences, scores, strict=True))
     if as_json:
         for tokens, logprobs in scored:
+            value = perplexity(logprobs)
             line = {
                 "tokens": list(tokens),
                 "logprobs": [None, *logprobs],
-                "perplexity": perplexity(logprobs),
+                "perplexity": None if value == math.inf else value,  # JSON has no infinity
                 "tp_size": llm.tp_size,
             }
             print(json.dumps(line, allow_nan=False), flush=True)

@@ -5,7 +5,6 @@ All wrong command lines run in one fresh process, which reports at the end wheth
 
 import io
 import json
-import math
 import os
 import re
 import shlex
@@ -41,7 +40,6 @@ from parallel_llama.cli.model import check_model, llm_config, rank_count
 from parallel_llama.cli.parsers import byte_size, plain_text
 from parallel_llama.cli.prompts import gather, read_lines
 from parallel_llama.cli.sampling_flags import given_sampling
-from parallel_llama.cli.score import perplexity
 from parallel_llama.errors import UsageError, escaped
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
@@ -879,11 +877,6 @@ def test_first_ctrl_c_is_recorded_and_second_one_interrupts():
         assert pressed()
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
-    assert perplexity([math.log(1 / 7)] * 5) == pytest.approx(7)
-    assert perplexity([]) is None
 
 
 @pytest.mark.parametrize(
