@@ -96,7 +96,14 @@ def report_error(message: str, code: int = FAILED) -> None:
     # torchrun reads message and timestamp; `launch` orders reports by the finer clock.
     when = {"timestamp": int(time.time()), "monotonic_ns": time.monotonic_ns()}
     body = {"message": message, "code": code, **when}
-    Path(path).write_bytes(json.dumps(body).encode()[:MAX_REPORT_BYTES])
+    data = json.dumps(body).encode()[:MAX_REPORT_BYTES]
+    if path.startswith("/dev/fd/"):  # an open file of `launch`
+        Path(path).write_bytes(data)
+        return
+    # torchrun may kill this rank during the write, and it cannot read half a file.
+    temporary = Path(f"{path}.part")
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 def report_crash(error: BaseException) -> None:

@@ -915,6 +915,18 @@ def test_report_goes_to_the_torchelastic_error_file(monkeypatch, tmp_path, capsy
     assert report is not None and report.message == "no room"
 
 
+def test_error_file_of_a_rank_that_is_killed_during_the_write_does_not_exist(monkeypatch, tmp_path):
+    def write_and_die(path: Path, _data: bytes) -> None:
+        path.touch()
+        raise SystemExit
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "report"))
+    monkeypatch.setattr(Path, "write_bytes", write_and_die)
+    with pytest.raises(SystemExit):
+        report_error("no room")
+    assert not (tmp_path / "report").exists()
+
+
 def test_report_without_an_error_file_goes_to_stderr(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     report_error("no room")
