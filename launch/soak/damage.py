@@ -5,8 +5,8 @@
 A round damages one copy of a folder: a value of a JSON file, a tensor, or bytes of a file. `score`
 must then end with exit code 0, 1 or 2, without a traceback. If it refuses the folder, it prints one
 message, which names the folder, the file, the tensor or the setting, or says that the results are
-NaN. Truncated weights files must be refused, and so must lost tensors that cannot be derived. Each
-round is a process of its own, with a limit of two minutes.
+NaN. Truncated weights files must be refused, and so must lost tensors that are neither optional nor
+derived from others. Each round is a process of its own, with a limit of two minutes.
 """
 
 import argparse
@@ -193,7 +193,8 @@ def damaged_tensor(path: Path, rng: random.Random) -> Damage:
 
 def _remove(tensors: dict[str, Tensor], name: str) -> bool:
     del tensors[name]
-    return not name.endswith(("_shape", "g_idx"))  # can be derived from other tensors
+    # The first two can be derived from other tensors, and the last one is optional.
+    return not name.endswith(("_shape", "g_idx", "weight_format"))
 
 
 def _rename(tensors: dict[str, Tensor], name: str) -> bool:
