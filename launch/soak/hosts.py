@@ -1,15 +1,18 @@
 """Runs models on network namespaces as hosts: compares answers, and the speed that plan predicts.
 
     python -m launch.soak.hosts answers --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 1000] [--seed 1]
+    python -m launch.soak.hosts commands --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 100] [--seed 1]
     python -m launch.soak.hosts speed --hosts 1+1 [--quant int8] [--delay-us 300] [--pp 2]
 
 2+1 means two ranks on the first host and one on the second. `answers` compares what a server with
-exact sums answers to random requests with the answers of one rank. `speed` measures the rates of
-this machine, prints the speed that `plan --hosts` predicts from them and the measured speed; it
-needs an idle machine. Both need root, and the packages iproute2, util-linux and gcc of Debian.
+exact sums answers to random requests with the answers of one rank, and `commands` does so with what
+`generate --prompts` and `score` print. `speed` measures the rates of this machine, prints the speed
+that `plan --hosts` predicts from them and the measured speed; it needs an idle machine. All need
+root, and the packages iproute2, util-linux and gcc of Debian.
 """
 
 import argparse
+import json
 import random
 import string
 import sys
@@ -20,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from launch.soak.host_speed import speed
-from launch.soak.linked_hosts import Link, LinkedHosts, NotPossible, environment, other_ranks
+from launch.soak.linked_hosts import (
+    ROOT,
+    Link,
+    LinkedHosts,
+    NotPossible,
+    environment,
+    other_ranks,
+    run,
+)
 from launch.soak.tally import Tally
 
 SERVE = "serve", "--exact", "--port=0", "--start-timeout=300"
@@ -35,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns: 1 if answers differ or did not cross the link, 2 if hosts cannot be made, else 0."""
     flags = parse(argv)
     try:
-        return {"answers": answers, "speed": speed}[flags.command](flags)
+        return {"answers": answers, "commands": commands, "speed": speed}[flags.command](flags)
     except NotPossible as error:
         print(error, file=sys.stderr)
         return 2
@@ -45,16 +56,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    of_answers, of_speed = commands.add_parser("answers"), commands.add_parser("speed")
-    for each in (of_answers, of_speed):
+    parsers = parser.add_subparsers(dest="command", required=True)
+    of_answers, of_commands = parsers.add_parser("answers"), parsers.add_parser("commands")
+    of_speed = parsers.add_parser("speed")
+    for each in (of_answers, of_commands, of_speed):
         each.add_argument("--hosts", default="2+1", help="layouts, such as 1+1,2+1", type=layouts)
         each.add_argument("--delay-us", type=float, default=100)
         each.add_argument("--gbit", type=float, default=1)
-    of_answers.add_argument("--loss", type=float, default=0, help="fraction of lost packets")
-    of_answers.add_argument("--requests", type=int, default=1000)
-    of_answers.add_argument("--seed", type=int, default=1)
-    of_answers.add_argument("--model", default="smollm2", help="or tiny, with random weights")
+    for each in (of_answers, of_commands):
+        each.add_argument("--loss", type=float, default=0, help="fraction of lost packets")
+        each.add_argument("--requests", type=int, default=1000)
+        each.add_argument("--seed", type=int, default=1)
+        each.add_argument("--model", default="smollm2", help="or tiny, with random weights")
     of_speed.add_argument("--model", default="llama-3.2-1b")
     of_speed.add_argument("--quant", default="none", choices=("none", "int8", "int4"))
     of_speed.add_argument("--pp", type=int, default=1)
@@ -89,6 +102,41 @@ def answers(flags: argparse.Namespace) -> int:
             line += f"; KiB received for each new token: {per_token}"
             tally.add(n_equal == len(requests) and is_linked, line)
     return tally.close(f"{n_tokens} tokens", f"seed {flags.seed}")
+
+
+def commands(flags: argparse.Namespace) -> int:
+    """Compares what commands print on every layout with what they print on one rank."""
+    tally = Tally("commands")
+    rng = random.Random(flags.seed)
+    requests = [random_request(rng) for _ in range(flags.requests)]
+    sequences = [rng.choices(range(3, 200), k=rng.randint(2, 60)) for _ in requests]
+    link = Link(flags.delay_us, flags.gbit, flags.loss, flags.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny(Path(folder)) if flags.model == "tiny" else flags.model
+        prompts, tokens = Path(folder) / "prompts.jsonl", Path(folder) / "tokens.json"
+        prompts.write_text("".join(json.dumps(request) + "\n" for request in requests))
+        tokens.write_text(json.dumps(sequences))
+        for verb in (
+            ("generate", f"--prompts={prompts}", f"--seed={flags.seed}"),
+            ("score", f"--tokens-file={tokens}"),
+        ):
+            command = *verb, "--exact", "--json", "--start-timeout=300", f"--model={model}"
+            expected = printed(command, [1], link)
+            for layout in flags.hosts:
+                found = printed(command, layout, link)
+                n_equal = sum(a == b for a, b in zip(expected, found, strict=True))
+                line = f"{verb[0]}, {'+'.join(map(str, layout))}: {n_equal} of {len(expected)} "
+                tally.add(n_equal == len(expected), line + "lines are equal")
+    return tally.close(f"seed {flags.seed}")
+
+
+def printed(command: Sequence[str], layout: Sequence[int], link: Link) -> list[dict[str, Any]]:
+    """The JSON lines that a command prints on hosts, without the number of ranks."""
+    with LinkedHosts(len(layout), link) as hosts:
+        first, *others = hosts.rank_commands(layout, *command)
+        with other_ranks(others, sum(layout)):
+            said = run(*first, env=environment(sum(layout)), cwd=ROOT)
+    return [{**json.loads(line), "tp_size": None} for line in said.splitlines()]
 
 
 def random_request(rng: random.Random) -> dict[str, Any]:

@@ -5,10 +5,12 @@ import pytest
 from launch.soak import hosts
 
 
-def run_on_two_hosts(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_on_two_hosts(
+    capsys: pytest.CaptureFixture[str], command: str = "answers"
+) -> tuple[int, str]:
     """The exit code and the output of a few requests to a tiny model."""
     flags = "--model=tiny", "--hosts=1+1", "--requests=8", "--delay-us=500", "--loss=0.001"
-    code = hosts.main(["answers", *flags])
+    code = hosts.main([command, *flags])
     said = capsys.readouterr()
     if code == 2:
         pytest.skip(said.err)
@@ -21,6 +23,21 @@ def test_linked_hosts_give_the_same_answers_as_one_rank(capsys):
     assert code == 0
     assert "1+1: 8 of 8 answers are equal" in said
     assert "1 layouts passed, 0 failed, " in said
+
+
+@pytest.mark.slow
+def test_linked_hosts_print_the_same_lines_as_one_rank(capsys):
+    code, said = run_on_two_hosts(capsys, "commands")
+    assert code == 0
+    assert "score, 1+1: 8 of 8 lines are equal" in said
+    assert "2 commands passed, 0 failed, " in said
+
+
+def test_lines_that_differ_fail_the_soak_test(capsys, monkeypatch):
+    monkeypatch.setattr(hosts, "printed", lambda _, layout, __: [{"tokens": layout}])
+    code, said = run_on_two_hosts(capsys, "commands")
+    assert code == 1
+    assert "FAILED generate, 1+1: 0 of 1 lines are equal" in said
 
 
 @pytest.mark.slow
