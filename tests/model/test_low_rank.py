@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from adapters import PATTERNED, PREFIX, merged_weights, write_adapter, write_merged
@@ -120,8 +121,7 @@ PEFT_SETTINGS = [
 @pytest.mark.parametrize("settings", PEFT_SETTINGS)
 @pytest.mark.parametrize("name", ["9/3", "phi3", "gemma3"])
 def test_peft_computes_the_same_logits(name, settings, tmp_path):
-    """Against the library that defines the format; skipped where it is not installed."""
-    peft = pytest.importorskip("peft")
+    """Against the library that defines the format."""
     base = write_hf(MODELS[name], tmp_path / "hf")
     config = peft.LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **settings)
     with float64_throughout(), torch.no_grad():

@@ -6,6 +6,7 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from adapters import (
@@ -520,8 +521,7 @@ PEFT_SETTINGS = [
 @pytest.mark.parametrize("settings", PEFT_SETTINGS)
 @pytest.mark.parametrize("name", ["9/3 tied", "8/2 gemma3", "phi3"])
 def test_peft_merges_to_the_same_logits(name, settings, tmp_path):
-    """Compares with PEFT, which defines the format; skipped if PEFT is not installed."""
-    peft = pytest.importorskip("peft")
+    """Compares with PEFT, which defines the format."""
     base = write_hf({**TINY_MODELS, **FUSED}[name], tmp_path / "hf")
     config = peft.LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **settings)
     with float64_throughout(), torch.no_grad():
