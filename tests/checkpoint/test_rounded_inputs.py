@@ -1,8 +1,4 @@
-"""HF folders that ask for quantised activations: inputs of matrices are rounded as stated.
-
-The expected numbers follow the published formula, written out here in torch, and equal those of
-compressed-tensors 0.20 bit for bit.
-"""
+"""HF folders that ask for quantised activations: inputs of matrices are rounded as stated."""
 
 import json
 import shutil
@@ -12,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from float64_mode import float64_throughout
 from packed_folders import meant_by
 from reshard_samples import moved
+from rounded_inputs import logits_with_rounded_inputs, rounded
 from safetensors.torch import load_file
 from scaled_folders import quantization_config, write_scaled
 from test_gptq_and_awq import CPU, rewritten
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
-from torch import Tensor, nn
-from transformers_oracle import load_transformers, reference_logits
+from torch import Tensor
+from transformers_oracle import reference_logits
 
 from parallel_llama import LLM
 from parallel_llama.checkpoint.reading import open_checkpoint
@@ -142,45 +138,6 @@ def formats_of(kind: str) -> Mapping[str, InputFormat]:
     return found
 
 
-def rounded(x: Tensor, form: InputFormat) -> Tensor:
-    """The published formula. Shapes: [..., n]."""
-    least, most = (-448, 448) if form.numbers == "e4m3" else (-128, 127)
-    parts = []
-    for part in x.split(form.group or x.shape[-1], -1):
-        low, high = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
-        low, high = low.minimum(low * 0), high.maximum(high * 0)
-        scale, zero = (high - low) / 255, low * 0 + form.zero
-        if form.scale is not None:
-            scale = low * 0 + form.scale
-        elif form.has_zeros:
-            zero = (-128 - low / scale).round().clamp(-128, 127)
-        else:
-            largest = high.maximum(-low).clamp(max=form.most or torch.inf)
-            scale = largest / ((most - least) / 2)
-        numbers = (part / scale + zero).clamp(least, most)
-        if form.numbers == "int8":
-            numbers = numbers.round()
-        else:
-            numbers = numbers.to(torch.float8_e4m3fn).to(x.dtype)
-        parts.append((numbers - zero) * scale)
-    return torch.cat(parts, -1)
-
-
-@torch.no_grad()
-def expected_logits(folder: Path, formats: Mapping[str, InputFormat]) -> Tensor:
-    """The logits of transformers, with the inputs of projections rounded."""
-    with float64_throughout():
-        model = load_transformers(meant_by(folder))
-        for name, module in model.named_modules():
-            if name in formats:
-                assert isinstance(module, nn.Linear)
-                module.register_forward_pre_hook(
-                    lambda _, inputs, form=formats[name]: (rounded(inputs[0], form),)
-                )
-        logits: Tensor = model(torch.tensor([TOKENS]), use_cache=False).logits[0]
-        return logits
-
-
 def runner_of(comm: Solo, folder: Path, dtype: str = "float64") -> ModelRunner:
     files = find_model(str(folder))
     args = load_model_args(files)
@@ -214,8 +171,9 @@ def test_round_inputs_equals_the_published_formula_bit_for_bit(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ASKED)
 def test_logits_match_transformers_with_rounded_inputs_at_every_tp_size(kind, made):
-    expected = expected_logits(made[kind], formats_of(kind))
-    plain = reference_logits(meant_by(made[kind]), TOKENS)
+    meant = meant_by(made[kind])
+    expected = logits_with_rounded_inputs(meant, TOKENS, formats_of(kind))
+    plain = reference_logits(meant, TOKENS)
     assert (expected - plain).norm() > 1e-3 * plain.norm()
     alone = logits_of(Solo(), made[kind])
     if kind in HAS_TIES:

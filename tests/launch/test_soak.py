@@ -30,3 +30,12 @@ def test_damaged_folders_are_refused():
     code, lines = run_soak("damage", "--rounds", "3", "--formats", "hf")
     assert code == 0
     assert lines[-1].startswith("3 rounds passed, 0 failed, ")
+
+
+def test_quantised_folders_match_their_dequantised_values():
+    code, lines = run_soak(
+        "formats", "--layers", "1", "--ranks", "1", "2", "--formats", "fp8", "int channel"
+    )
+    assert code == 0
+    assert lines[-3].startswith("ok     fp8: ")
+    assert lines[-1].startswith("2 formats passed, 0 failed, ")

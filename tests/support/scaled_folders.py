@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from packed_folders import is_projection, write_quantised
 from torch import Tensor
 
@@ -102,11 +103,10 @@ def scaled(values: Tensor, kind: str) -> tuple[Mapping[str, Tensor], Tensor]:
     if any_order:
         column_of = column_of[torch.randperm(len(column_of), generator=generator)]
     top = 448.0 if is_float else float((1 << (n_bits - 1)) - 1)
-    scales = torch.empty(n_rows, n_columns)
-    for row in range(n_rows):
-        for column in range(n_columns):
-            part = values[row * height :][:height, column_of == column]
-            scales[row, column] = part.abs().max() / top
+    sizes = values.abs()[:, column_of.argsort(stable=True)]
+    short = -values.shape[1] % width, -len(values) % height
+    sizes = F.pad(sizes, (0, short[0], 0, short[1])).view(n_rows, height, n_columns, width)
+    scales = sizes.amax((1, 3)) / top
     scales = scales.to(dtype)
     every = scales.float()[row_of][:, column_of]
     zeros = torch.zeros(n_rows, n_columns, dtype=torch.int32)
