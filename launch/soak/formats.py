@@ -15,7 +15,7 @@ limit of the difference.
 
 With `--tools`, published tools also write folders and dequantise them. PYTHON is the interpreter of
 another virtual environment. It needs transformers, accelerate, and any of llmcompressor,
-bitsandbytes and gptqmodel.
+bitsandbytes, gptqmodel and autoawq.
 """
 
 import argparse
@@ -183,7 +183,7 @@ def by_tests(write: Callable[[Path], object], folder: Path, tokens: Path) -> lis
 def by_tool(python: str, kind: str, source: Path, folder: Path, tokens: Path) -> list[list[float]]:
     """Writes a folder with a published tool."""
     command = [python, tool_folders.__file__, kind, *map(str, (source, folder, tokens))]
-    expected: list[list[float]] = json.loads(checked(command).splitlines()[-1])
+    expected: list[list[float]] = json.loads(checked(command, folder.parent).splitlines()[-1])
     return expected
 
 
@@ -198,10 +198,10 @@ def run(*arguments: str) -> str:
     return checked([sys.executable, "-m", "parallel_llama", *arguments])
 
 
-def checked(command: Sequence[str]) -> str:
-    """Runs a command. Raises: CalledProcessError if it fails."""
+def checked(command: Sequence[str], cwd: Path = ROOT) -> str:
+    """Runs a command in `cwd`; GPTQModel writes logs there. Raises: CalledProcessError."""
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=True
+        command, capture_output=True, text=True, cwd=cwd, timeout=LIMIT_S, check=True
     )
     return done.stdout
 

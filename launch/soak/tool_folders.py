@@ -62,6 +62,7 @@ GPTQMODEL: dict[str, dict[str, Any]] = {
     "4 bits, desc_act": {"bits": 4, "group_size": 64, "desc_act": True},
     "8 bits": {"bits": 8, "group_size": 32},
 }
+AUTOAWQ = {"gemm": {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}}
 
 
 def main(kind: str, *paths: str) -> None:
@@ -182,6 +183,27 @@ def gptqmodel(kind: str, source: Path, folder: Path, tokens: list[int]) -> nn.Mo
     return filled(empty_model(folder), stored)
 
 
+def autoawq(kind: str, source: Path, folder: Path, tokens: list[int]) -> nn.Module:
+    """Writes a folder with AutoAWQ. Returns: its model in float64."""
+    from awq import AutoAWQForCausalLM
+    from awq.utils.packing_utils import dequantize_gemm
+    from transformers import AutoTokenizer
+
+    model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    text = tokenizer.decode(tokens)
+    calibration = {"calib_data": [text] * 8, "max_calib_seq_len": 128, "apply_clip": False}
+    model.quantize(tokenizer, AUTOAWQ[kind], **calibration)  # clipping takes minutes per layer
+    model.save_quantized(str(folder))
+    stored = load_safetensors(folder)
+    for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
+        words, zeros, scales = (
+            stored.pop(f"{name}.{end}") for end in ("qweight", "qzeros", "scales")
+        )
+        stored[f"{name}.weight"] = dequantize_gemm(words, zeros, scales.float(), 4, 64).T
+    return filled(empty_model(folder), stored)
+
+
 def load_safetensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
@@ -215,6 +237,7 @@ TOOLS: dict[str, tuple[Callable[..., nn.Module], Mapping[str, Any]]] = {
     "llmcompressor": (llm_compressor, SCHEMES),
     "bitsandbytes": (bitsandbytes, BITSANDBYTES),
     "gptqmodel": (gptqmodel, GPTQMODEL),
+    "autoawq": (autoawq, AUTOAWQ),
 }
 KINDS = {
     f"{tool} {kind}": partial(write, kind)
