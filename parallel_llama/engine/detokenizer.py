@@ -103,7 +103,8 @@ class Detokenizer:
 
     A sequence ends at a stop id, or at a stop string that ends after the request's min_tokens. The
     text excludes both, unless the request has include_stop_str_in_output. If the request hides
-    markers, stop strings match only in the text between special tokens.
+    markers, the text excludes a special token that ends the sequence, and stop strings match only
+    in the text between special tokens.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -139,11 +140,13 @@ class Detokenizer:
         is_stop = token in self._request.stop_ids
         if token in self._request.params.stop_token_ids:
             self._stop_id = token
-        is_text = not is_stop or self._request.params.include_stop_str_in_output
+        is_marker = self._vocabulary is not None and not self._vocabulary.piece(token)
+        # The reader of an answer needs no marker at its end.
+        is_shown_stop = self._request.params.include_stop_str_in_output and not is_marker
+        is_text = not is_stop or is_shown_stop
         shown = ""
         if self._decoder is not None and is_text:
             piece = self._decoder.push(token)
-            is_marker = self._vocabulary is not None and not self._vocabulary.piece(token)
             final = self._stop.flush() + piece if is_marker else self._check_stop_strings(piece)
             shown = self._show(final)
         if is_stop or is_last:

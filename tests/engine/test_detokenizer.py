@@ -128,6 +128,19 @@ def test_stop_strings_match_special_tokens_that_the_client_sees(tokenizer):
     assert own.push(2, False) == ("<", True)
 
 
+def test_hidden_marker_that_ends_the_completion_is_not_shown(tokenizer):
+    """Regression: include_stop_str_in_output showed it, though special tokens were to be hidden."""
+    params = replace(PARAMS, include_stop_str_in_output=True)
+    (a,) = tokenizer.encode("a", bos=False)
+    for is_hidden, text in ((True, "a"), (False, "a<|end|>")):
+        own_params = replace(params, skip_special_tokens=is_hidden)
+        request = Request(0, (0,), own_params, 0, frozenset({1}))
+        own = Detokenizer(with_special_tokens(request), tokenizer)
+        assert own.push(a, False) == ("a", False)
+        assert own.push(1, False) == (text[1:], True)
+        assert own.text == text
+
+
 def test_stop_id_ends_the_completion_without_a_tokenizer():
     own = detokenizer(None)
     assert own.push(5, False) == ("", False)
