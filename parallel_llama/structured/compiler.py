@@ -86,6 +86,11 @@ _REASONS = {
 }
 # llguidance wraps a regular expression in a Lark grammar; its messages quote that grammar.
 _IN_LARK = re.compile(r"\Aat \d+\(\d+\): .*?(?=regex parse error:)|\n +\d+ \| start: .*", re.DOTALL)
+# A JSON schema inside a Lark grammar, such as the parameters of a function. The message quotes the
+# grammar, which the server may have written.
+_SCHEMA_IN_LARK = re.compile(
+    r"\Aat \d+\(\d+\): failed to compile JSON schema: (.*?)(?:\n +\d+ \| .*)?\Z", re.DOTALL
+)
 _POSITION = re.compile(r"\A(?:at )?(\d+)\((\d+)\): ")
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
 
@@ -158,12 +163,15 @@ class GrammarCompiler:
                 return grammar_check.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
             except ValueError as error:
                 problem = str(error)
-        plain = (reason for start, reason in _REASONS.items() if problem.startswith(start))
+        name = _NAMES[grammar.kind]
         if grammar.kind == "regex":
             problem = _IN_LARK.sub("", problem)
+        elif (in_lark := _SCHEMA_IN_LARK.match(problem)) is not None:
+            name, problem = _NAMES["json_schema"], in_lark[1]
+        plain = (reason for start, reason in _REASONS.items() if problem.startswith(start))
         problem = _POSITION.sub(r"line \1, column \2: ", problem, count=1)
         reason = next(plain, problem.removesuffix("<non-verbose/>").strip()[:400])
-        raise UsageError(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
+        raise UsageError(f"the {name} cannot be used: {reason}")
 
     def _check(self, grammar: Grammar) -> str:
         """Compiles a grammar in the separate process. Returns: why that failed, or ""."""

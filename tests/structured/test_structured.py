@@ -314,6 +314,27 @@ def test_unusable_grammar_is_refused_with_the_reason(kind, text, reason):
     assert "1(8)" not in str(caught.value)  # a position in a grammar that the user did not write
 
 
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ('{"type": "array", "uniqueItems": true}', 'Unimplemented keys: ["uniqueItems"]'),
+        (
+            '{"oneOf": [{"type": "object"}, {"type": "object"}]}',
+            "oneOf whose parts overlap is not supported; use anyOf",
+        ),
+        (
+            '{"type": "string", "pattern": "("}',
+            "regex parse error:\n    (\n    ^\nerror: unclosed group",
+        ),
+    ],
+)
+def test_reason_for_a_schema_in_a_lark_grammar_does_not_quote_the_grammar(schema, reason):
+    """Regression: a function's unusable parameters were called a Lark grammar, which was quoted."""
+    with pytest.raises(UsageError) as caught:
+        smollm2("lark", f'start: "a" b\nb: %json {schema}')
+    assert str(caught.value) == f"the JSON schema cannot be used: {reason}"
+
+
 def test_schema_cannot_enable_flexible_whitespace():
     text = '{"x-guidance": {"whitespace_flexible": true}, "type": "array", "items": {"const": 1}}'
     matcher = smollm2("json_schema", text)
