@@ -230,8 +230,8 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
 
     For a body with tools, the first call renders the model's chat template.
 
-    Raises: UsageError for an invalid tool_choice, and for a chat template with an unknown syntax of
-    calls.
+    Raises: UsageError for an invalid tool_choice, for parameters that are not an object, and for a
+    chat template with an unknown syntax of calls.
     """
     functions = [tool.function for tool in body.tools or ()]
     names = [function.name for function in functions]
@@ -246,6 +246,8 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
         raise UsageError("tool_choice is 'required' but tools is empty; give at least one")
     if len(set(names)) < len(names):
         raise UsageError("tools has two functions of the same name; rename one")
+    for function in functions:
+        _require_object(function)
     if not functions or choice == "none":
         return None
     form = _form(inputs.chat_template)
@@ -265,6 +267,15 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
         max_calls=1 if is_one_call else None,
         has_special_markers=form.opening in special_ids,
     )
+
+
+def _require_object(function: ToolFunction) -> None:
+    """Raises: UsageError if the arguments of a function cannot be a JSON object."""
+    kinds = (function.parameters or {}).get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise UsageError(
+            f"tools: the parameters of {function.name!r} have the type {shown(kinds)}; use 'object'"
+        )
 
 
 def _form(template: ChatTemplate | None) -> ToolFormat:
@@ -325,7 +336,7 @@ class ToolGrammar:
             # Split into the lexemes of %json, because llguidance's lexer does not backtrack: with
             # one string for the whole head, only a call could begin with `{"`, not an answer.
             head = ("{", '"name"', ": ", f'"{function.name}"', ", ", f'"{arguments}"', ": ")
-            schema = {"type": "object", **(function.parameters or {"properties": {}})}
+            schema = {**(function.parameters or {"properties": {}}), "type": "object"}
             if function.parameters is None:
                 schema["additionalProperties"] = False
             lines += [

@@ -107,6 +107,24 @@ def test_named_tool_choice_allows_one_call_of_that_function():
     assert not matches(grammar, f"{HERMES_TIME}\n{HERMES_TIME}")
 
 
+def with_type(kind):
+    function = ToolFunction(name="rain", parameters={**RAIN.parameters, "type": kind})
+    return [Tool(type="function", function=function)]
+
+
+@pytest.mark.parametrize("kind", ["array", ["string", "null"], None, 5])
+def test_parameters_of_another_type_than_object_are_refused(kind):
+    """Regression: the required call had a list as arguments, and was returned as text."""
+    with pytest.raises(UsageError, match="tools: the parameters of 'rain' have the type"):
+        tools_of(body("required", tools=with_type(kind)), HERMES)
+
+
+def test_arguments_are_an_object_if_the_type_of_the_parameters_allows_null():
+    grammar = tools_of(body("required", tools=with_type(["object", "null"])), HERMES).grammar(None)
+    assert matches(grammar, HERMES_RAIN)
+    assert not matches(grammar, HERMES_RAIN.replace('{"city":"Oslo"}', "null"))
+
+
 def test_parallel_calls_are_allowed_unless_disabled():
     both = f"{HERMES_TIME}\n{HERMES_RAIN}"
     assert matches(tools_of(body("required"), HERMES).grammar(None), both)
