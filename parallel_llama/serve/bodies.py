@@ -35,6 +35,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 AdapterName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Count = Annotated[int, Meta(ge=0, le=request.MAX_TOKEN_ID)]
+PositiveCount = Annotated[int, Meta(ge=1, le=request.MAX_TOKEN_ID)]
 TokenId = Annotated[int, Meta(ge=0, le=request.MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Prompts = Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
@@ -157,7 +158,7 @@ class ChatBody(SamplingBody, kw_only=True):
     """Body of POST /v1/chat/completions. The chat template checks the messages later."""
 
     messages: Annotated[list[Object], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=request.MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None

@@ -290,6 +290,10 @@ def test_unknown_field_is_refused_by_name(tiny, body, place):
         (ChatBody, {"messages": None}, "messages", "invalid_type", "array"),
         (ChatBody, {"top_p": 2}, "top_p", "invalid_value", "1.0"),
         (ChatBody, {"stop": ["a", 1]}, "stop[1]", "invalid_type", "str"),
+        (
+            ChatBody, {"max_completion_tokens": 0},
+            "max_completion_tokens", "invalid_value", ">= 1",
+        ),
         (ChatBody, {"modalities": ["audio"]}, "modalities[0]", "invalid_value", "audio"),
         (ChatBody, {"top_logprobs": 2}, "top_logprobs", "invalid_value", "set logprobs"),
         (ChatBody, {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value", "token id"),
