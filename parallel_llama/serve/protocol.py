@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from parallel_llama.serve.access import ADMIT, TOO_MANY_CONNECTIONS
 from parallel_llama.serve.asgi import REQUEST_ID_HEADER, new_request_id
@@ -225,6 +225,8 @@ class BoundedProtocol(HttpToolsProtocol):
         # A client that sends "Expect: 100-continue" may omit its body after another status, so the
         # start of its next request is unknown.
         self.cycle.keep_alive &= not self.expect_100_continue
+        if self.parser.get_http_version() == "1.0":
+            _end_body_with_connection(self.cycle)
         self._is_head, self._n_pending = False, 0
         self._body_start_s = self.loop.time()
         self._set_timer(BODY_LIMIT_S)
@@ -366,6 +368,28 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if not self.is_full:
             super().resume_reading()
+
+
+def _end_body_with_connection(cycle: RequestResponseCycle) -> None:
+    """Lets a body of unknown length end with the connection, as HTTP/1.0 requires.
+
+    uvicorn would send it in chunks, which clients of HTTP/1.0 take for a part of the body.
+    """
+    send = cycle.send
+    is_unframed = False
+
+    async def send_unframed(message: Any) -> None:
+        nonlocal is_unframed
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            is_unframed = b"content-length" not in names
+            if is_unframed:
+                cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and is_unframed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unframed  # type: ignore[method-assign]
 
 
 class _BodyCallbacks:

@@ -509,6 +509,27 @@ async def test_closed_connection_frees_its_unparsed_bytes():
         assert not connection._unparsed
 
 
+async def streams(_scope, _receive, send) -> None:
+    """Answers with three pieces, without a length."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for piece in (b"one ", b"", b"two"):
+        await send({"type": "http.response.body", "body": piece, "more_body": piece != b"two"})
+
+
+async def test_streamed_reply_to_http_1_0_has_no_chunks():
+    """Regression: the sizes of the chunks were a part of the body for such clients."""
+    async with talking(streams) as (reader, writer):
+        writer.write(GET.replace(b"1.1", b"1.0") + b"connection: keep-alive\r\n\r\n")
+        head, body = (await asyncio.wait_for(reader.read(), 10)).split(b"\r\n\r\n", 1)
+    assert body == b"one two"
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+
+
+def test_reply_with_a_length_to_http_1_0_keeps_its_length():
+    _, headers, body = asked(GET.replace(b"1.1", b"1.0") + b"\r\n")
+    assert headers["content-length"] == "1" and body == b"0"
+
+
 def test_protocol_refusal_is_logged_with_its_reason(caplog):
     """Regression: refusals by the protocol were not logged."""
     with caplog.at_level("INFO", "parallel_llama"):
