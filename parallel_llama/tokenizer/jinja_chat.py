@@ -11,6 +11,7 @@ from parallel_llama.errors import CheckpointError, UsageError, quoted
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, Stopped
 from parallel_llama.tokenizer.channels import ANSWER_ENDS, has_channels
 from parallel_llama.tokenizer.chat import (
+    MAX_CHARS,
     ROLES,
     TURN_ENDS,
     Chat,
@@ -35,6 +36,9 @@ _FUNCTION_DEFAULTS = {"description": "", "parameters": {"type": "object", "prope
 RENDER_CPU_S = 1.5
 RENDER_CPU_S_PER_BYTE = 100e-6
 MAX_EXTRA_BYTES = 192 << 20
+# If the variables of a template that writes too much are longer, the messages are too long; else
+# the template is at fault.
+LONG_CHARS = MAX_CHARS // 4
 
 
 class TemplateRenderer:
@@ -51,8 +55,8 @@ class TemplateRenderer:
             context: the variables of the template.
             source: the template's file, for error messages.
 
-        Raises: UsageError if the template refuses the messages or fails to render them;
-        CheckpointError if it does not parse or exceeds the limits.
+        Raises: UsageError if the template refuses the messages or fails to render them, or if long
+        messages make its text too long; CheckpointError if it does not parse or exceeds the limits.
         """
         fields = {"template": template, "context": context}
         try:
@@ -66,6 +70,10 @@ class TemplateRenderer:
             raise UsageError(f"the model's chat template refuses the messages: {message}")
         if failure == "error":
             raise UsageError(f"{source}: the chat template cannot render the messages: {message}")
+        if failure == "length" and len(json.dumps(context)) > LONG_CHARS:
+            raise UsageError(
+                f"the messages are too long for the model's chat template: {message}; shorten them"
+            )
         if failure == "syntax":
             raise CheckpointError(f"{source}: the chat template does not parse: {message}")
         raise CheckpointError(f"{source}: the chat template was stopped: {message}")

@@ -26,6 +26,10 @@ class BeyondLimit(Exception):
     """The template exceeded a limit."""
 
 
+class TooLong(BeyondLimit):
+    """The template wrote too many characters."""
+
+
 class GenerationTag(Extension):
     """Ignores {% generation %} tags, which mark a template's answers for training."""
 
@@ -120,7 +124,7 @@ def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
     for piece in template.generate(context):
         n_left -= len(piece)
         if n_left < 0:
-            raise BeyondLimit(f"it writes more than {MAX_OUTPUT_CHARS} characters")
+            raise TooLong(f"it writes more than {MAX_OUTPUT_CHARS} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -136,6 +140,8 @@ class Job:
             return {"failure": "refused", "message": str(error)[:1000]}
         except jinja2.TemplateSyntaxError as error:
             return {"failure": "syntax", "message": f"line {error.lineno}: {error}"[:1000]}
+        except TooLong as error:
+            return {"failure": "length", "message": str(error)}
         except (BeyondLimit, SecurityError, OverflowError, RecursionError) as error:
             return {"failure": "limit", "message": str(error)[:1000]}
         except MemoryError:

@@ -891,6 +891,16 @@ def test_output_is_bounded(renderer):
         rendered(renderer, "{{ 'a' * 1048576 }}b")
 
 
+def test_messages_that_are_too_long_with_their_markup_are_refused_as_wrong_use(renderer):
+    """Regression: the template was blamed, so the server answered with status 500."""
+    template = "{% for m in messages %}{{ '-' * 100 }}{{ m['content'] }}{% endfor %}"
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    messages = [{"role": "user", "content": "a" * 100}] * 5300
+    assert len(chat.render(Chat(messages[:5200]))) == 5200 * 200
+    with pytest.raises(UsageError, match="messages are too long for the model's chat template"):
+        chat.render(Chat(messages))
+
+
 def renderer_pid(renderer: TemplateRenderer) -> int:
     child = renderer._process._child
     return child._process.pid
