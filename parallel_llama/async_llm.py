@@ -134,6 +134,7 @@ class AsyncLLM:
         has ended, and in another event loop.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        ((params, adapter),) = per_prompt(1, params, adapter)
         return self._start(await self._request(prompt, params, adapter), deadline_s)
 
     async def generate(

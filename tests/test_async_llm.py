@@ -365,7 +365,7 @@ async def test_async_llm_is_refused_while_another_thread_scores_texts(llm, monke
 
 async def test_invalid_prompts_and_grammars_are_refused_on_submit(llm):
     async with serving(llm) as engine:
-        for prompt, params in (("", PARAMS), ([999], PARAMS), ([5] * 600, PARAMS)):
+        for prompt, params in (("", PARAMS), ([999], PARAMS), ([5] * 600, PARAMS), ("a", {"n": 2})):
             with pytest.raises(UsageError):
                 await engine.submit(prompt, params)
         with pytest.raises(UsageError, match="regular expression"):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.layouts import load_generation_defaults
@@ -52,6 +52,7 @@ from parallel_llama.tokenizer.jinja_chat import JinjaChat
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat | Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
+Value = TypeVar("Value")
 
 _ACCEPTED_FORMS = (
     "a string, a list of token ids, a conversation (a list of messages), "
@@ -117,19 +118,39 @@ def per_prompt(
 ) -> list[tuple[SamplingParams | None, str | None]]:
     """The parameters and the adapter of each prompt, from one value for all or one for each.
 
-    Raises: UsageError for another number of values.
+    Raises: UsageError for another number of values, or values of other types.
     """
-    own_params = [params] * n_prompts if isinstance(params, SamplingParams | None) else [*params]
+    own_params = _of_each(
+        n_prompts, params, SamplingParams, "sampling params must be SamplingParams"
+    )
     if len(own_params) != n_prompts:
         raise UsageError(
             f"{n_prompts} prompts and {len(own_params)} sampling params; give one per prompt"
         )
-    adapters = [adapter] * n_prompts if isinstance(adapter, str | None) else [*adapter]
+    adapters = _of_each(n_prompts, adapter, str, "an adapter must be a name")
     if len(adapters) != n_prompts:
         raise UsageError(
             f"{n_prompts} prompts and {len(adapters)} adapters; give one for each prompt"
         )
     return list(zip(own_params, adapters, strict=True))
+
+
+def _of_each(
+    n_prompts: int, value: Value | Sequence[Value | None] | None, kind: type[Value], must: str
+) -> list[Value | None]:
+    """The values of all prompts, from one value of type `kind` or None, or from several.
+
+    Raises: UsageError, which says what a value `must` be, for a value of another type.
+    """
+    if value is None or isinstance(value, kind):
+        return [value] * n_prompts
+    given: Any = value
+    is_several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    values: list[Any] = list(given) if is_several else [given]
+    for each in values:
+        if each is not None and not isinstance(each, kind):
+            raise UsageError(f"{must}, or one for each prompt in a list, not {_shown(each)}")
+    return values
 
 
 _SINGLE_TYPES = (str, bytes, Mapping, set, frozenset, Chat)

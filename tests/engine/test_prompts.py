@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from parallel_llama import Chat, UsageError
-from parallel_llama.engine.input_processor import as_prompts
+from parallel_llama import Chat, SamplingParams, UsageError
+from parallel_llama.engine.input_processor import as_prompts, per_prompt
 
 TALK = [{"role": "user", "content": "Hi!"}]
 
@@ -70,3 +70,42 @@ def test_accepted_forms_are_converted_to_a_list_of_prompts(given, prompts):
 def test_invalid_prompts_are_refused_with_a_reason(given, says):
     with pytest.raises(UsageError, match=says):
         as_prompts(given)
+
+
+ONE, OTHER = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("params", "adapter", "settings"),
+    [
+        (None, None, [(None, None)] * 2),
+        (ONE, "sql", [(ONE, "sql")] * 2),
+        ((ONE, OTHER), [None, "sql"], [(ONE, None), (OTHER, "sql")]),
+        ([None, ONE], iter(["sql", None]), [(None, "sql"), (ONE, None)]),
+    ],
+)
+def test_settings_are_one_for_all_prompts_or_one_for_each(params, adapter, settings):
+    assert per_prompt(2, params, adapter) == settings
+
+
+@pytest.mark.parametrize(
+    ("params", "adapter", "says"),
+    [
+        (
+            {"max_tokens": 3},
+            None,
+            "must be SamplingParams, or one for each prompt in a list, not d",
+        ),
+        ("greedy", None, "sampling params must be SamplingParams.* not str 'greedy'"),
+        (7, None, "sampling params must be SamplingParams.* not int 7"),
+        ([ONE, {"max_tokens": 3}], None, "sampling params must be SamplingParams.* not dict"),
+        (None, 3, "an adapter must be a name.* not int 3"),
+        (None, ["sql", 3], "an adapter must be a name.* not int 3"),
+        ([ONE], None, "2 prompts and 1 sampling params"),
+        (None, ["sql"], "2 prompts and 1 adapters"),
+    ],
+)
+def test_settings_of_other_types_are_refused(params, adapter, says):
+    """Regression: a dict was taken for a list of its keys, and the call raised AttributeError."""
+    with pytest.raises(UsageError, match=says):
+        per_prompt(2, params, adapter)
