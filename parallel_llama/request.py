@@ -208,7 +208,7 @@ class SamplingParams(_ShortRepr):
         top_p: keeps the smallest set of likeliest tokens whose probabilities sum to at least this.
         top_k: keeps this many likeliest tokens; 0 or -1 for all.
         min_p: keeps the tokens with at least this fraction of the likeliest token's probability.
-        seed: makes sampling reproducible.
+        seed: makes sampling reproducible. None or -1 draws a new seed, unless the LLM has one.
         stop: strings that end the completion; a single string is allowed too.
         stop_token_ids: token ids that end the completion.
         ignore_eos: do not end at the model's eos tokens.
@@ -271,6 +271,8 @@ class SamplingParams(_ShortRepr):
                 # The fields are frozen; the value is stored in its declared type.
                 object.__setattr__(self, setting.name, checked(setting.name, value, *limits))
         object.__setattr__(self, "top_k", max(0, self.top_k))
+        if self.seed == -1:  # as in vLLM and llama.cpp
+            object.__setattr__(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "

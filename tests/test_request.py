@@ -88,6 +88,7 @@ def test_good_parameters_are_stored_in_the_declared_types():
         ({"stop": "###"}, {"stop": ("###",)}),
         ({"bad_words": "mud"}, {"bad_words": ("mud",)}),
         ({"top_k": -1}, {"top_k": 0}),
+        ({"seed": -1}, {"seed": None}),
         ({"max_tokens": None}, {"max_tokens": None}),
         ({"max_tokens": np.int32(7), "n": np.uint8(2)}, {"max_tokens": 7, "n": 2}),
         ({"temperature": np.float32(0.5), "seed": np.int64(3)}, {"temperature": 0.5, "seed": 3}),
@@ -97,7 +98,10 @@ def test_good_parameters_are_stored_in_the_declared_types():
     ],
 )
 def test_parameters_in_style_of_other_engines_are_accepted(given, stored):
-    """Regression: a bare stop string, top_k=-1 and NumPy numbers were refused."""
+    """Regression: a bare stop string, top_k=-1 and NumPy numbers were refused.
+
+    With seed=-1, which other engines take for a random seed, all calls drew the same tokens.
+    """
     params = SamplingParams(**given)
     for name, value in stored.items():
         found = getattr(params, name)
