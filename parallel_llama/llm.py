@@ -211,8 +211,8 @@ class LLM:
         params: _Params = None,
         *,
         sampling_params: _Params = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        documents: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template_vars: Mapping[str, Any] | None = None,
         adapter: _Adapter = None,
     ) -> list[Completion]:
@@ -230,7 +230,12 @@ class LLM:
             the unchanged output of the model, including its markers.
         Raises: as `generate`.
         """
-        chats = self.input_processor.chats(messages, tools, documents, template_vars or {})
+        chats = self.input_processor.chats(
+            messages,
+            () if tools is None else tools,
+            () if documents is None else documents,
+            template_vars or {},
+        )
         return self.generate(chats, params, sampling_params=sampling_params, adapter=adapter)
 
     def stream(

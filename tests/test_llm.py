@@ -506,6 +506,9 @@ def test_a_conversation_goes_through_the_chat_template(llm):
     for (answer,) in (llm.chat(messages, PARAMS), llm.generate(messages, PARAMS)):
         assert (answer.n_prompt_tokens, answer.tokens) == (24, expected.tokens)
     assert len(llm.chat([messages, messages], PARAMS)) == 2
+    # Regression: tools=None, the default of vLLM and transformers, was refused.
+    for none in ({"tools": None}, {"documents": None}, {"template_vars": None}):
+        assert llm.chat(messages, PARAMS, **none)[0].tokens == expected.tokens
     for wrong in ([], "Hi!", 5, None):
         with pytest.raises(UsageError, match="conversation"):
             llm.chat(wrong, PARAMS)
