@@ -35,10 +35,10 @@ from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, shown
 from parallel_llama.memory import bytes_passed_over
 from parallel_llama.parallel.communicators import use_device
-from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.request import Completion, Request, SamplingParams, whole_number
 from parallel_llama.tokenizer import Tokenizer
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
@@ -337,11 +337,11 @@ class LLM:
         """
         self._require_usable()
         max_tokens = self.input_processor.longest
-        stride = max(max_tokens // 2, 1) if stride is None else stride
-        if not 1 <= stride < max(max_tokens, 2):
+        given, stride = stride, max(max_tokens // 2, 1) if stride is None else whole_number(stride)
+        if stride is None or not 1 <= stride < max(max_tokens, 2):
             raise UsageError(
-                f"a stride of {stride} in a context of {max_tokens} tokens; use 1 to "
-                f"{max_tokens - 1}"
+                f"a stride of {shown(given)} in a context of {max_tokens} tokens; use a whole "
+                f"number from 1 to {max_tokens - 1}"
             )
         checked = []
         for index, sequence in enumerate(sequences):

@@ -928,9 +928,10 @@ def test_a_text_beyond_the_context_is_scored_in_windows(llm, stride):
     assert seen[0] == context and sum(seen) == len(tokens)
 
 
-@pytest.mark.parametrize("stride", [0, -1, 512])
+@pytest.mark.parametrize("stride", [0, -1, 512, 2.5, True, "9"])
 def test_a_stride_out_of_range_is_refused(llm, stride):
-    with pytest.raises(UsageError, match=f"a stride of {stride} in a context of 512 .* 1 to 511"):
+    """Regression: a float raised TypeError, and only for a text beyond the context."""
+    with pytest.raises(UsageError, match=f"a stride of {stride!r} in a context of 512 .* 1 to 511"):
         llm.score([[5, 6]], stride)
 
 
