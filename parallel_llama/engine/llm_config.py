@@ -1,7 +1,7 @@
 """`LLMConfig`: the settings of an LLM, for callers, the command line, the server and all ranks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
 from os import PathLike
@@ -28,6 +28,14 @@ _WHOLE_NUMBERS = (
     "attention_sinks",
     "block_size",
 )
+# Whether None is allowed, besides True and False.
+_SWITCHES = {
+    "verify": False,
+    "download": False,
+    "elastic": False,
+    "exact": True,
+    "integrity_check": True,
+}
 MAX_ADAPTER_NAME_CHARS = 256  # also the limit of `model` in a request to a server
 
 
@@ -261,8 +269,14 @@ class LLMConfig:
                 object.__setattr__(self, name, str(value))
         if self.kv_split not in get_args(KVSplit):
             raise UsageError(f"kv_split={self.kv_split!r}: use heads or sequence")
-        if self.exact not in (None, False, True):
-            raise UsageError(f"exact={self.exact!r}: use True, False or None")
+        for name, or_none in _SWITCHES.items():
+            value = getattr(self, name)
+            if value is None and or_none:
+                continue
+            if not isinstance(value, Hashable) or value not in (False, True):
+                allowed = "True, False or None" if or_none else "True or False"
+                raise UsageError(f"{name}={value!r:.200}: use {allowed}")
+            object.__setattr__(self, name, bool(value))
         require_pipeline(
             self.pp, self.device, self.kv_split, elastic=self.elastic, slice_of=self.slice_of
         )

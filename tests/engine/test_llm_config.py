@@ -3,6 +3,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_type_hints
 
+import numpy as np
 import pytest
 
 from parallel_llama.cli.model import _SETTINGS
@@ -25,6 +26,16 @@ def test_paths_are_stored_as_strings(tmp_path):
     assert LLMConfig.from_json(json.dumps(config.to_json()).encode()) == config
 
 
+def test_switches_of_other_libraries_and_numbers_are_stored_as_bools():
+    """Regression: the other ranks could not read exact=1, and np.True_ could not be sent."""
+    switches = {"exact": 1, "integrity_check": np.False_, "verify": 0, "elastic": np.True_}
+    config = LLMConfig(**switches, download=0)
+    assert config == LLMConfig(exact=True, integrity_check=False, elastic=True)
+    line = json.dumps(config.to_json()).encode()
+    assert LLMConfig.from_json(line) == config
+    assert LLMConfig.from_json(line).facts() == config.facts()
+
+
 @pytest.mark.parametrize("line", [b"[]", b'{"block_size": "16"}', b'{"slice_of": [1]}'])
 def test_json_with_wrong_types_is_refused(line):
     with pytest.raises(ValueError, match="Expected"):
@@ -42,6 +53,11 @@ def test_slice_of_a_rank_out_of_range_is_refused(slice_of):
     [
         ({"kv_split": "tokens"}, "kv_split='tokens': use heads or sequence"),
         ({"exact": "yes"}, "exact='yes': use True, False or None"),
+        ({"exact": [True]}, r"exact=\[True\]: use True, False or None"),
+        ({"integrity_check": 2}, "integrity_check=2: use True, False or None"),
+        ({"verify": "no"}, "verify='no': use True or False"),
+        ({"elastic": None}, "elastic=None: use True or False"),
+        ({"download": np.array([1])}, r"download=array\(\[1\]\): use True or False"),
         ({"memory": "large"}, "memory='large': use one number per rank"),
         ({"speeds": 2}, "speeds=2: use one number per rank"),
         ({"speeds": (2, 1), "elastic": True}, "elastic and speeds cannot be combined"),
