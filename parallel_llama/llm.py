@@ -124,7 +124,13 @@ class LLM:
         **settings: Unpack[Settings],
     ) -> None:
         start_s = time.monotonic()
-        if tensor_parallel_size is not None and settings.get("tp_size") is None:
+        if tensor_parallel_size is not None:
+            tp_size = settings.get("tp_size")
+            if tp_size is not None and tp_size != tensor_parallel_size:
+                raise UsageError(
+                    f"tp_size={shown(tp_size)} and tensor_parallel_size="
+                    f"{shown(tensor_parallel_size)} are two names of one argument; give one"
+                )
             settings["tp_size"] = tensor_parallel_size
         config = model if isinstance(model, LLMConfig) else LLMConfig(model)
         setup = ModelSetup(replace(config, **settings), input_processor)

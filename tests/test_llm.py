@@ -213,6 +213,12 @@ def test_an_impossible_number_of_ranks_is_refused(model, tp_size, says):
     assert local_ranks() == []
 
 
+def test_tp_size_and_another_tensor_parallel_size_are_refused(model):
+    """Regression: tensor_parallel_size was ignored."""
+    with pytest.raises(UsageError, match="tp_size=1 and tensor_parallel_size=2 are two names"):
+        LLM(str(model), tp_size=1, tensor_parallel_size=2)
+
+
 def test_tp_size_that_differs_from_torchrun_is_refused(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
