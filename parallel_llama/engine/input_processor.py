@@ -68,7 +68,8 @@ def as_prompts(value: Prompts) -> list[str | list[int] | Chat]:
     if isinstance(value, _SINGLE_TYPES):
         return [as_prompt(value)]
     items = items_of(value)
-    if items is None and isinstance(value, Iterable):
+    # An array of zero dimensions has the type of an iterable, but no items.
+    if items is None and isinstance(value, Iterable) and getattr(value, "shape", None) != ():
         items = list(value)
     if items is None:
         raise UsageError(f"prompts cannot be {_shown(value)}; give {_ACCEPTED_FORMS}")

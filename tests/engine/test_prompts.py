@@ -49,6 +49,8 @@ def test_accepted_forms_are_converted_to_a_list_of_prompts(given, prompts):
     [
         (5, "prompts cannot be int 5; give a string, a list of token ids, a conversation"),
         (None, "prompts cannot be NoneType None"),
+        (np.array(5), r"prompts cannot be ndarray array\(5\)"),
+        (torch.tensor(5), r"prompts cannot be Tensor tensor\(5\)"),
         (b"Hi!", "cannot be bytes b'Hi!'"),
         ({"a", "b"}, "cannot be set"),
         ([None], "prompt 0: a prompt cannot be NoneType None"),
