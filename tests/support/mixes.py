@@ -334,7 +334,7 @@ def alone(
     tokens = list(prompt)
     while True:
         tables = [range(len(tokens))] * len(runner.kv_groups)
-        hidden = runner.forward([Chunk(tuple(tokens), 0, tables, len(tokens))])
+        hidden = runner.forward([Chunk(tuple(tokens), 0, tables, len(prompt))])
         early = len(tokens) - len(prompt) < params.min_tokens
         banned = stop_ids if early else frozenset[int]()
         draw = SamplingRow(params, seed, choice, len(tokens), history=history, banned=banned)
