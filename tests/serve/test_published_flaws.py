@@ -136,18 +136,18 @@ def test_tensor_prompt_is_refused(tiny, canary):
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "says"),
     [
-        {"type": "object", "properties": {"a": {"type": "string", "pattern": "*"}}},
-        {"type": "object", "properties": {"a": {"type": "something given"}}},
-        {"type": 7},
-        {"type": "object", "properties": 7},
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "*"}}}, "schema"),
+        ({"type": "object", "properties": {"a": {"type": "something given"}}}, "schema"),
+        ({"type": 7}, "the type 7; use 'object'"),
+        ({"type": "object", "properties": 7}, "schema"),
     ],
 )
-def test_tool_parameters_with_an_invalid_schema_are_refused(tiny, canary, parameters):
+def test_tool_parameters_with_an_invalid_schema_are_refused(tiny, canary, parameters, says):
     function = {"name": "f", "parameters": parameters, "strict": True}
     refused(
-        tiny, canary, "/v1/chat/completions", "schema", messages=HI, tool_choice="required",
+        tiny, canary, "/v1/chat/completions", says, messages=HI, tool_choice="required",
         tools=[{"type": "function", "function": function}],
     )  # fmt: skip
 
