@@ -90,11 +90,9 @@ def main() -> int:
 
 def writers(home: Path) -> dict[str, Callable[[Path], object]]:
     """A function for each format, which writes a folder."""
-    import bitsandbytes_folders
     import mxfp4_folders
-    import packed_folders
-    import scaled_folders
     from converted_gguf import convert, rounded
+    from quantised_writers import quantised_writers
     from reshard_samples import moved
     from tiny_models import TinyModel, write_hf
 
@@ -118,20 +116,7 @@ def writers(home: Path) -> dict[str, Callable[[Path], object]]:
         "gguf": write_gguf,
         "gguf, Q8_0": partial(write_gguf, quantised="ffn"),
         "gpt-oss, MXFP4": write_mxfp4,
-        **{
-            kind: partial(packed_folders.write_packed, source, kind=kind)
-            for kind in packed_folders.KINDS
-        },
-        **{
-            kind: partial(scaled_folders.write_scaled, source, kind=kind)
-            for kind in scaled_folders.KINDS
-        },
-        **{
-            f"bitsandbytes {kind}": partial(
-                bitsandbytes_folders.write_bitsandbytes, source, kind=kind
-            )
-            for kind in bitsandbytes_folders.KINDS
-        },
+        **quantised_writers(source),
     }
 
 

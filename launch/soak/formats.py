@@ -131,27 +131,11 @@ def write_tokens(source: Path, home: Path) -> tuple[tuple[Path, Path], float]:
 
 def writers(source: Path, tools: str | None) -> dict[str, Writer]:
     """The writer of each format: those of the tests, and those of the tools that are installed."""
-    import bitsandbytes_folders
-    import packed_folders
-    import scaled_folders
+    from quantised_writers import quantised_writers
 
-    written: dict[str, Callable[[Path], object]] = {
-        **{
-            kind: partial(packed_folders.write_packed, source, kind=kind, size=64)
-            for kind in packed_folders.KINDS
-        },
-        **{
-            kind: partial(scaled_folders.write_scaled, source, kind=kind)
-            for kind in scaled_folders.KINDS
-        },
-        **{
-            f"bitsandbytes, {kind}": partial(
-                bitsandbytes_folders.write_bitsandbytes, source, kind=kind
-            )
-            for kind in bitsandbytes_folders.KINDS
-        },
+    found: dict[str, Writer] = {
+        kind: partial(by_tests, each) for kind, each in quantised_writers(source).items()
     }
-    found: dict[str, Writer] = {kind: partial(by_tests, each) for kind, each in written.items()}
     for tool, (_, kinds) in tool_folders.TOOLS.items():
         has_tool = [tools or "", "-c", f"import importlib.metadata as m; m.version('{tool}')"]
         if tools is None or subprocess.run(has_tool, capture_output=True).returncode:
@@ -164,7 +148,7 @@ def writers(source: Path, tools: str | None) -> dict[str, Writer]:
 
 
 def by_tests(write: Callable[[Path], object], folder: Path, tokens: Path) -> list[list[float]]:
-    """Writes a folder with the tests' writers, whose `meant` folder has the dequantised values."""
+    """Writes a folder with a writer of the tests, which also writes the dequantised values."""
     from packed_folders import is_projection, meant_by
     from rounded_inputs import logits_with_rounded_inputs
 

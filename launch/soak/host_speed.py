@@ -11,15 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.soak.linked_hosts import (
-    ROOT,
-    Link,
-    LinkedHosts,
-    NotPossible,
-    environment,
-    other_ranks,
-    run,
-)
+from launch.soak.linked_hosts import ROOT, Link, LinkedHosts, NotPossible, run
 
 ECHO = """
 import socket
@@ -112,9 +104,7 @@ def bench(flags: argparse.Namespace, layout: Sequence[int], hosts: LinkedHosts) 
     """The figures of `bench` over the hosts."""
     sizes = f"--prompt-tokens={flags.prompt_tokens}", f"--max-tokens={flags.max_tokens}"
     more = f"--repeat={flags.repeat}", f"--pp={flags.pp}", "--start-timeout=300", *of_bench(flags)
-    first, *others = hosts.rank_commands(layout, "bench", *sizes, *more)
-    with other_ranks(others, sum(layout)):
-        return json.loads(run(*first, env=environment(sum(layout)), cwd=ROOT))
+    return json.loads(hosts.output(layout, "bench", *sizes, *more))
 
 
 def of_model(flags: argparse.Namespace) -> list[str]:

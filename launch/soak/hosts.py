@@ -23,15 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.soak.host_speed import speed
-from launch.soak.linked_hosts import (
-    ROOT,
-    Link,
-    LinkedHosts,
-    NotPossible,
-    environment,
-    other_ranks,
-    run,
-)
+from launch.soak.linked_hosts import Link, LinkedHosts, NotPossible, environment, other_ranks
 from launch.soak.tally import Tally
 
 SERVE = "serve", "--exact", "--port=0", "--start-timeout=300"
@@ -133,9 +125,7 @@ def commands(flags: argparse.Namespace) -> int:
 def printed(command: Sequence[str], layout: Sequence[int], link: Link) -> list[dict[str, Any]]:
     """The JSON lines that a command prints on hosts, without the number of ranks."""
     with LinkedHosts(len(layout), link) as hosts:
-        first, *others = hosts.rank_commands(layout, *command)
-        with other_ranks(others, sum(layout)):
-            said = run(*first, env=environment(sum(layout)), cwd=ROOT)
+        said = hosts.output(layout, *command)
     return [{**json.loads(line), "tp_size": None} for line in said.splitlines()]
 
 

@@ -100,6 +100,15 @@ class LinkedHosts:
             for rank, host in enumerate(hosts)
         ]  # fmt: skip
 
+    def output(self, layout: Sequence[int], *verb: str) -> str:
+        """What rank 0 prints while all ranks of `rank_commands` run.
+
+        Raises: NotPossible if rank 0 fails.
+        """
+        first, *others = self.rank_commands(layout, *verb)
+        with other_ranks(others, sum(layout)):
+            return run(*first, env=environment(sum(layout)), cwd=ROOT)
+
     def received(self) -> list[int]:
         """The bytes that each host has received over its link."""
         counts = []

@@ -7,8 +7,8 @@ KV cache is often too small for all, and block sizes, chunk sizes and drafts are
 mixes of a family run on one rank, and the others on 2, 3 and 5. The expected tokens come from an
 oracle without the scheduler, which runs the whole sequence for every token.
 
-The families are those of the engine's tests, and all that transformers implements, whose tiny
-models take turns.
+The families are those of the engine's tests, and all families that transformers implements. If a
+family has several models, they take turns.
 """
 
 import argparse

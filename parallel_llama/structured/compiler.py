@@ -82,7 +82,9 @@ MAX_CACHED_CHARS = 512 << 10
 # Messages of llguidance that do not say what to change, by their beginning.
 _REASONS = {
     "NoExtensionBias": "it matches no text",
-    "oneOf constraints are not supported": "oneOf whose parts overlap is not supported; use anyOf",
+    "oneOf constraints are not supported": (
+        "oneOf with overlapping parts is not supported; use anyOf"
+    ),
 }
 # llguidance wraps a regular expression in a Lark grammar; its messages quote that grammar.
 _IN_LARK = re.compile(r"\Aat \d+\(\d+\): .*?(?=regex parse error:)|\n +\d+ \| start: .*", re.DOTALL)

@@ -265,7 +265,7 @@ BY_RULE = [
 
 
 def with_rules(source: Path, folder: Path) -> Path:
-    """Writes a GPTQ folder whose modules are quantised by the rules in RULES."""
+    """Writes a GPTQ folder. RULES say how each module is quantised."""
     is_plain = re.compile(r"1\.mlp\.down")
 
     def is_quantised(name: str) -> bool:

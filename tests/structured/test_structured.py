@@ -320,7 +320,7 @@ def test_unusable_grammar_is_refused_with_the_reason(kind, text, reason):
         ('{"type": "array", "uniqueItems": true}', 'Unimplemented keys: ["uniqueItems"]'),
         (
             '{"oneOf": [{"type": "object"}, {"type": "object"}]}',
-            "oneOf whose parts overlap is not supported; use anyOf",
+            "oneOf with overlapping parts is not supported; use anyOf",
         ),
         (
             '{"type": "string", "pattern": "("}',
