@@ -25,6 +25,9 @@ pytestmark = pytest.mark.slow
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+# 20 blocks of 4 tokens at one rank and at two: the longest request needs 19, so that requests
+# are preempted on a machine of any speed.
+KV_CACHE_BYTES = {1: 64_000, 2: 42_000}
 LIMIT_S = 120  # long enough for a busy machine, so that only a hang exceeds the limit
 
 
@@ -60,7 +63,7 @@ def check_counts(counts: Counts, n: int) -> None:
 
 
 def test_concurrent_requests_match_single_runs(model):
-    llm = LLM(str(model), dtype="float64", kv_cache_bytes=100_000, block_size=4)
+    llm = LLM(str(model), dtype="float64", kv_cache_bytes=KV_CACHE_BYTES[1], block_size=4)
     check_counts(soaked(llm, 100), 100)
     llm.close()
 
@@ -69,7 +72,8 @@ def test_concurrent_requests_on_two_ranks_match_single_runs(model):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     program = str(ROOT / "tests" / "support" / "llm_program.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_python("-m", *torchrun, program, "soak", str(model), "60", env=env)
+    soak = ("soak", str(model), "60", str(KV_CACHE_BYTES[2]))
+    done = run_python("-m", *torchrun, program, *soak, env=env)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     check_counts(msgspec.json.decode(lines["0"], type=Counts), 60)

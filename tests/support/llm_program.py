@@ -58,9 +58,9 @@ def fail_once(llm: LLM) -> None:
     assert llm.engine.pools[0].n_used == 0
 
 
-def soak(folder: str, n_requests: str) -> None:
+def soak(folder: str, n_requests: str, kv_cache_bytes: str) -> None:
     """Many coroutines on rank 0."""
-    llm = LLM(folder, dtype="float64", kv_cache_bytes=100_000, block_size=4)
+    llm = LLM(folder, dtype="float64", kv_cache_bytes=int(kv_cache_bytes), block_size=4)
     say(llm, msgspec.json.encode(soaked(llm, int(n_requests))).decode())
     llm.close()
 
