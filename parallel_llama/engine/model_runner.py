@@ -20,7 +20,7 @@ from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.checkpoint.reading import load
 from parallel_llama.config.adapter import Adapter
 from parallel_llama.dtypes import KVFormat, Precision
-from parallel_llama.engine.adapter_rows import adapter_rows
+from parallel_llama.engine.adapter_rows import adapter_rooms, adapter_rows
 from parallel_llama.engine.integrity import IntegrityCheck
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.kv_layout import CachePart, KVLayout
@@ -90,7 +90,7 @@ class ModelRunner:
         # The loaded adapters by name, each with a number that is never reused.
         self.adapters: dict[str, int] = {}
         self._n_adapters = 0
-        # The addresses of the adapters' matrices, if decode steps with adapters may be recorded.
+        # The addresses of the adapters' matrices, for the kernels of the CPU.
         self._adapter_addresses: dict[str, AdapterAddresses] = {}
         number_layers(model)
         weight = model.norm.weight.values
@@ -410,7 +410,12 @@ class ModelRunner:
             return self._paged_batch(chunks, rows, sampling_keys)
         rotations = rotations_of(self._rotary_of, chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        adapters, adapters_of_rows = adapter_rows(chunks, rows, self.device)
+        if isinstance(self.model.ops, CPUOps):
+            adapters, adapters_of_rows = adapter_rooms(
+                chunks, rows, self._adapter_addresses, self.dtype
+            )
+        else:
+            adapters, adapters_of_rows = adapter_rows(chunks, rows, self.device)
         return Batch(
             tokens=self._int64(tokens),
             kv_groups=tuple(

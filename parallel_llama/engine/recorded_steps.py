@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from parallel_llama.engine.adapter_rows import adapter_of_rows
 from parallel_llama.engine.kv_layout import KVLayout
 from parallel_llama.engine.step_buffer import (
     Chunk,
@@ -197,8 +198,6 @@ class KernelCalls:
         self._adapters = adapters
         # By number of rows, and whether there are adapters; None if torch computes an operator.
         self._steps: dict[tuple[int, bool], _KernelCallStep | None] = {}
-        # The products of rows with the matrices A of their adapters.
-        self._low_rank_products = torch.empty(_MAX_ROWS, 0)
         self.residual = memoryview(b"")
         self.slots: Sequence[Sequence[int]] = ()
 
@@ -252,23 +251,10 @@ class KernelCalls:
             self._steps[key] = step
             step.fill(tokens, kv_groups, rotations)
         if step.adapters is not None:
-            self._fill_adapters(step.adapters, chunks)
+            step.adapters.fill(adapter_of_rows(chunks, self._adapters))
         step.replay()
         self.slots = [kv_group.slots for kv_group in kv_groups]
         return step
-
-    def _fill_adapters(self, adapter_inputs: AdapterRoom, chunks: Sequence[Chunk]) -> None:
-        """Write which rows of a step have which adapter."""
-        adapter_of_row = [
-            None if chunk.adapter is None else self._adapters[chunk.adapter]
-            for chunk in chunks
-            for _ in chunk.tokens
-        ]
-        max_rank = max(adapter.n_rows for adapter in adapter_of_row if adapter is not None)
-        if max_rank > self._low_rank_products.shape[1]:
-            dtype = self._model.tok_embeddings.weight.computed
-            self._low_rank_products = torch.empty(_MAX_ROWS, max_rank, dtype=dtype)
-        adapter_inputs.fill(adapter_of_row, self._low_rank_products)
 
 
 class _KernelCallStep:
@@ -298,7 +284,7 @@ class _KernelCallStep:
         self._tokens = torch.from_numpy(self._token_ids)
         shape = len(self._tokens), embedding.dim
         self._x = torch.empty(shape, dtype=embedding.weight.computed)
-        self.adapters = AdapterRoom(len(self._tokens)) if with_adapters else None
+        self.adapters = AdapterRoom(len(self._x), self._x.dtype) if with_adapters else None
         batch = Batch(
             self._tokens,
             tuple(group.batch for group in self._kv_groups),

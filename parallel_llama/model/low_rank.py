@@ -1,8 +1,8 @@
 """The low-rank products that LoRA adapters add to the outputs of a layer, row by row.
 
 A batch can have rows of several adapters, and rows without an adapter. The rows of each adapter are
-multiplied separately, so a row's result does not depend on the other rows. In a recorded decode
-step on the CPU, two kernel calls compute the products of all adapters; at each replay they read
+multiplied separately, so a row's result does not depend on the other rows. On a CPU with kernels,
+two kernel calls compute the products of all adapters. In a recorded decode step, each replay reads
 which rows have which adapter.
 
 A column-parallel layer holds all of A, and the rows of B that belong to its outputs. A row-parallel
@@ -50,7 +50,7 @@ class AdapterRows:
     rows: Tensor | None
 
 
-# The rows of a batch that run with adapters; an `AdapterRoom` while a decode step is recorded.
+# The rows of a batch that run with adapters; an `AdapterRoom` for the kernels of the CPU.
 Adapters = Sequence[AdapterRows] | AdapterRoom
 
 

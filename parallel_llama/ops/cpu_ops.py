@@ -173,9 +173,6 @@ class CPUOps(TorchOps):
     def round_inputs(self, x: Tensor, form: InputFormat) -> Tensor:
         return make_round_inputs(self._dtype, form)(x, form, self._run)
 
-    def low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self.linear(self.linear(x, a), b)
-
     def add_low_ranks_(self, y: Tensor, x: Tensor, adapters: AdapterRoom, layer: int) -> None:
         """Adds x A B to y in place, with the matrices A and B of each row's adapter.
 

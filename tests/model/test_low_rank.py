@@ -27,7 +27,8 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import adapter_bytes
-from parallel_llama.model.low_rank import AdapterRows
+from parallel_llama.model.adapters import adapter_addresses
+from parallel_llama.ops import AdapterRoom
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 
@@ -207,9 +208,11 @@ def test_adapter_sums_match_float64_for_every_base_format(wide, dtype, quant):
     tensors = load_file(adapter / "adapter_model.safetensors")
     layer = runner.model.layers[0].feed_forward
     x = torch.randn(40, 128)
-    for rows in (None, torch.tensor([1, 7, 38])):
-        own = slice(None) if rows is None else rows
-        both = layer.w13(x, [AdapterRows("own", rows)]) - layer.w13(x)
+    adapter = adapter_addresses(runner.model, "own")
+    for own in (range(40), [1, 7, 38]):
+        room = AdapterRoom(40, torch.float32)
+        room.fill([adapter if row in own else None for row in range(40)])
+        both = layer.w13(x, room) - layer.w13(x)
         for which, found in zip(("gate", "up"), both.split(160, dim=1), strict=True):
             module = f"{PREFIX}model.layers.0.mlp.{which}_proj"
             a, b = (tensors[f"{module}.lora_{part}.weight"] for part in "AB")

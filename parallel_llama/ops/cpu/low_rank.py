@@ -1,4 +1,4 @@
-"""Low-rank products of LoRA adapters, for the rows of a recorded decode step.
+"""Low-rank products of LoRA adapters, for all adapters of a batch at once.
 
 The rows of one adapter are a segment. The first kernel multiplies the rows of each segment by the
 matrix A of its adapter; the second kernel multiplies these products by B and adds the results to
@@ -98,25 +98,27 @@ class AdapterAddresses:
 
 
 class AdapterRoom:
-    """Which rows of a decode step run with which adapters, at fixed addresses.
+    """Which rows of a batch run with which adapters, at fixed addresses.
 
     Args:
-        n_rows: The number of rows of the step.
+        n_rows: The number of rows of the batch.
+        dtype: The dtype of the rows and of the adapters.
     """
 
-    def __init__(self, n_rows: int) -> None:
+    def __init__(self, n_rows: int, dtype: torch.dtype) -> None:
         self.n_rows = n_rows
+        self._sums = torch.empty(n_rows, 0, dtype=dtype)  # the products with A
         self._cells = np.zeros(_SEGMENTS + 3 * n_rows + 1, dtype=np.int64)
         self.address: int = self._cells.ctypes.data
 
-    def fill(self, adapters: Sequence[AdapterAddresses | None], sums: Tensor) -> None:
+    def fill(self, adapters: Sequence[AdapterAddresses | None]) -> None:
         """Replace the adapter of each row; None for a row without an adapter.
 
-        The adapters and `sums` must stay alive until the step has run.
-
-        Shapes: sums [n_rows, m] for the products with A, with m at least the `n_rows` of every
-        adapter.
+        The adapters must stay alive until the products have been computed.
         """
+        n_sums = max((each.n_rows for each in adapters if each is not None), default=0)
+        if n_sums > self._sums.shape[1]:
+            self._sums = self._sums.new_empty(self.n_rows, n_sums)
         rows_of: dict[int, list[int]] = {}
         for row, adapter in enumerate(adapters):
             if adapter is not None:
@@ -124,7 +126,7 @@ class AdapterRoom:
         starts = accumulate(map(len, rows_of.values()), initial=0)
         unused = [0] * (self.n_rows - len(rows_of))
         rows = chain.from_iterable(rows_of.values())
-        cells = [len(rows_of), sums.data_ptr(), sums.stride(0)]
+        cells = [len(rows_of), self._sums.data_ptr(), self._sums.stride(0)]
         cells += [*rows_of, *unused, *starts, *unused, *rows]
         self._cells[: len(cells)] = cells
 
