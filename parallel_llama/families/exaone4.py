@@ -6,11 +6,17 @@ others have no rotary embeddings.
 Source: Exaone4Config of transformers 5.24; arXiv 2507.11407; llama.cpp's exaone4.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError, shown
-from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, layer_types
+from parallel_llama.families.family import (
+    HALF_IN_GGUF,
+    Family,
+    GGUFForm,
+    gguf_full_layers,
+    layer_types,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -48,13 +54,7 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
     window = fields.integer(f"exaone4.{_WINDOW_IN_GGUF}", _DEFAULT_WINDOW if n_layers == 64 else 0)
     if not window:
         return _NORMS
-    full: Iterable[int] = range(3, n_layers, 4)
-    pattern = fields.values.get(f"exaone4.{_PATTERN_IN_GGUF}")
-    if isinstance(pattern, list):
-        full = (layer for layer, has_window in enumerate(pattern) if not has_window)
-    elif pattern is not None:
-        full = _full_layers(Fields({_PATTERN: pattern}), n_layers)
-    layers = tuple(full)
+    layers = gguf_full_layers(fields, "exaone4", n_layers)
     windows = {} if len(layers) == n_layers else {_WINDOW: window, "full_layers": layers}
     return {**_NORMS, **windows, "unrotated_layers": layers}
 

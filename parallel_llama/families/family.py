@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, shown
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import (
     LLAMA_NAMES,
@@ -132,6 +132,20 @@ def written_rotated(args: ModelArgs) -> dict[str, Any]:
     return {ROTATED: [int(layer not in args.unrotated_layers) for layer in range(args.n_layers)]}
 
 
+def gguf_full_layers(fields: Fields, arch: str, n_layers: int) -> tuple[int, ...]:
+    """The layers without a window in a GGUF file: every n-th, by default the fourth, or as listed.
+
+    Source: llama.cpp, load_swa_pattern.
+    """
+    key = f"{arch}.attention.sliding_window_pattern"
+    pattern = fields.values.get(key, 4)
+    if isinstance(pattern, list) and len(pattern) == n_layers:
+        return tuple(layer for layer, has_window in enumerate(pattern) if not has_window)
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        return tuple(range(pattern - 1, n_layers, pattern))
+    raise UsageError(f"{key}={shown(pattern)}: use a number above 0, or a value for each layer")
+
+
 def layer_types(args: ModelArgs, with_window: str = "sliding_attention") -> list[str]:
     """The value of layer_types in config.json.
 
@@ -152,6 +166,7 @@ class GGUFForm:
             adds the constants that llama.cpp hard-codes.
         reads: The keys that only this architecture has and `features` reads, without the
             architecture's prefix.
+        needs: A key without which a file is of another family with the same architecture.
         has_experts: Whether the models have experts.
         has_layer_norm: Whether the models have LayerNorm, which has a key for its epsilon.
         rotates_part: Whether rope.dimension_count may be smaller than the size of a head.
@@ -163,6 +178,7 @@ class GGUFForm:
     architecture: str
     features: Callable[[Fields, Collection[str]], Mapping[str, Any]] = lambda *_: {}
     reads: frozenset[str] = frozenset()
+    needs: str | None = None
     has_experts: bool = False
     has_layer_norm: bool = False
     rotates_part: bool = False
@@ -208,7 +224,8 @@ class Family:
         params: The publisher of checkpoints with params.json that are read as this family; empty
             without one. `reshard` writes Meta's layout for every family.
         gguf: The family in GGUF files; None if it is not read from them. If several families have
-            the same architecture and `has_experts`, a file is read as the first in `FAMILIES`.
+            the same architecture and `has_experts`, a file is read as one whose key `needs` it has,
+            otherwise as the first in `FAMILIES`.
         rotary_order: The order of the rows of wq and wk in each layout.
     """
 

@@ -15,6 +15,7 @@ from parallel_llama.families.family import (
     INTERLEAVED,
     ROTARY_PART,
     Family,
+    GGUFForm,
     rope_fields,
     written_rotary_part,
 )
@@ -75,6 +76,7 @@ GLM4 = Family(
             ("post_ffn_norm.weight", "post_mlp_layernorm.weight", "post_ffw_norm.weight"),
         )
     ),
+    gguf=GGUFForm("glm4", lambda *_: {"post_norms": True}, rotates_part=True),
     rotary_order=INTERLEAVED,
 )
 

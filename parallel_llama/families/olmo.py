@@ -5,10 +5,16 @@ OLMo 3 has a sliding window in three of four layers; rope scaling applies to the
 Source: Olmo2Config and Olmo3Config of transformers 5.24; arXiv 2501.00656; llama.cpp's olmo2.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, layer_types
+from parallel_llama.families.family import (
+    HALF_IN_GGUF,
+    Family,
+    GGUFForm,
+    gguf_full_layers,
+    layer_types,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -20,6 +26,9 @@ _NORMS = {
     "post_norms": True,
 }
 _THETA = 500000.0
+# llama.cpp has one architecture for both, and OLMo 3 has these keys.
+_ARCHITECTURE, _WINDOW = "olmo2", "attention.sliding_window"
+_PATTERN, _LOCAL_THETA = "attention.sliding_window_pattern", "rope.freq_base_swa"
 
 
 def _features(fields: Fields) -> dict[str, Any]:
@@ -34,6 +43,17 @@ def _olmo3_features(fields: Fields) -> dict[str, Any]:
 
 def _every_fourth(_fields: Fields, n_layers: int) -> Iterable[int]:
     return range(3, n_layers, 4)
+
+
+def _olmo3_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+    n_layers = fields.integer(f"{_ARCHITECTURE}.block_count")
+    theta = fields.number(f"{_ARCHITECTURE}.rope.freq_base", 10000.0)
+    full = gguf_full_layers(fields, _ARCHITECTURE, n_layers)
+    window = fields.integer(f"{_ARCHITECTURE}.{_WINDOW}")
+    if window < 1 or len(full) == n_layers:
+        return _NORMS
+    local = fields.number(f"{_ARCHITECTURE}.{_LOCAL_THETA}", theta)
+    return {**_NORMS, "local_rope_theta": local, "sliding_window": window, "full_layers": full}
 
 
 def _writes(args: ModelArgs) -> dict[str, Any]:
@@ -65,7 +85,7 @@ OLMO2 = Family(
     writes=_writes,
     defaults={"norm_eps": 1e-5},
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
-    gguf=GGUFForm("olmo2", lambda *_: _NORMS),
+    gguf=GGUFForm(_ARCHITECTURE, lambda *_: _NORMS),
     rotary_order=HALF_IN_GGUF,
 )
 
@@ -81,5 +101,11 @@ OLMO3 = Family(
     has_local_rope=True,
     defaults={"norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
     names=OLMO2.names,
+    gguf=GGUFForm(
+        _ARCHITECTURE,
+        _olmo3_gguf_features,
+        reads=frozenset({_WINDOW, _PATTERN, _LOCAL_THETA}),
+        needs=_WINDOW,
+    ),
     rotary_order=HALF_IN_GGUF,
 )

@@ -8,6 +8,7 @@ import gguf
 import pytest
 import torch
 from converted_gguf import convert, rounded
+from family_models import SMALL
 from parity_steps import logits_of_models
 from safetensors.torch import load_file
 from thread_ranks import run_on_threads
@@ -19,6 +20,7 @@ from parallel_llama.checkpoint.verify import verify
 from parallel_llama.config.layouts import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import Family, parameters
+from parallel_llama.families.family import gguf_full_layers
 from parallel_llama.families.gemma import GEMMA2, GEMMA3
 from parallel_llama.families.qwen import QWEN3_MOE
 from parallel_llama.files.fields import Fields
@@ -152,6 +154,9 @@ MODELS: dict[str, TinyModel] = {
         5, 1, 6, 34, family="exaone4", own={"sliding_window": None, "layer_types": _FULL}
     ),
     "olmo2": TinyModel(9, 3, 6, 54, family="olmo2", own={"pad_token_id": 0}),
+    "olmo3": SMALL["olmo3"],
+    "olmo3 without a window": SMALL["olmo3 without a window"],
+    "glm4": TINY_MODELS["8/2 glm4"],
     "command-r": TinyModel(
         5,
         1,
@@ -311,6 +316,21 @@ def test_gemma_windows_and_scales_match_llama_cpp_constants():
     assert "sliding_window" not in features(GEMMA3, 48)
     base = features(GEMMA3, 48, **window, **{"rope.freq_base_swa": 500.0})
     assert base["local_rope_theta"] == 500
+
+
+def test_layers_with_a_window_are_every_nth_or_listed():
+    """Source: load_swa_pattern and set_swa_pattern of llama.cpp."""
+
+    def full(**own: object) -> tuple[int, ...]:
+        fields = Fields({f"olmo2.attention.{key}": value for key, value in own.items()})
+        return gguf_full_layers(fields, "olmo2", 8)
+
+    assert full() == (3, 7)
+    assert full(sliding_window_pattern=3) == (2, 5)
+    assert full(sliding_window_pattern=[False] + [True] * 7) == (0,)
+    for wrong in ([True] * 7, 0, "LLLG", True):
+        with pytest.raises(UsageError, match=r"sliding_window_pattern=.*: use a number above 0"):
+            full(sliding_window_pattern=wrong)
 
 
 def test_expert_tensor_of_wrong_shape_is_refused(tmp_path):

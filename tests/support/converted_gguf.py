@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
     "cohere": "command-r",
     "llama4_text": "llama4",
 }
@@ -117,6 +118,8 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_value_length(config["head_dim"])
     if arch not in ("gemma", "gemma2", "falcon"):
         rope = config["rope_parameters"]
+        if local := rope.get("sliding_attention"):
+            writer.add_rope_freq_base_swa(local["rope_theta"])
         rope = rope.get("full_attention", rope)
         writer.add_rope_freq_base(rope["rope_theta"])
         if rope["rope_type"] == "linear":
@@ -126,8 +129,9 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(rope["factor"])
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+            if "beta_fast" in rope:
+                writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+                writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
             if "attention_factor" in rope:
                 writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     keys = "num_experts", "num_local_experts", "n_routed_experts"
@@ -161,7 +165,7 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_sliding_window(config["sliding_window"])
     if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    if arch == "exaone4" and config["sliding_window"] is not None:
+    if arch in ("exaone4", "olmo2") and config.get("sliding_window") is not None:
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
     if arch == "phi3":
@@ -172,7 +176,7 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
             for name in ("long", "short"):
                 factors = torch.tensor(config["rope_parameters"][f"{name}_factor"])
                 writer.add_tensor(f"rope_factors_{name}.weight", factors.float().numpy())
-    if arch in ("nemotron", "stablelm", "phi3", "glm4moe"):
+    if arch in ("nemotron", "stablelm", "phi3", "glm4", "glm4moe"):
         head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
         part = config["rope_parameters"]["partial_rotary_factor"]
         writer.add_rope_dimension_count(int(part * head_dim))
