@@ -3,8 +3,8 @@
     python launch/soak/converter.py LLAMA_CPP < FILE
 
 Each line of FILE is a folder and the GGUF file to write, separated by a tab. Files have no
-tokenizer: the converter knows tokenizers by their hash, and tiny models have none of them. A line
-of stdout is the path of a file that was written, or of one that failed, a tab and the error.
+tokenizer, because the converter refuses a tokenizer whose hash it does not know. A line of stdout
+is the path of a file that was written, or of one that failed, a tab and the error.
 
 This program does not import `parallel_llama`.
 """

@@ -22,6 +22,7 @@ from parallel_llama.errors import (
     listed,
 )
 from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
+from parallel_llama.files.gguf_header import gguf_parts
 from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, lies_within
 
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".gguf", ".bin", ".pt")
@@ -77,8 +78,11 @@ class Report:
 
 
 def present_files(path: Path) -> dict[str, int]:
-    """Sizes by name: of all files of a folder except its manifest, or of a single file."""
-    folder, paths = (path, list(path.rglob("*"))) if is_folder(path) else (path.parent, [path])
+    """Sizes by name: of a folder's files except its manifest, or of a GGUF file's parts."""
+    if is_folder(path):
+        folder, paths = path, list(path.rglob("*"))
+    else:
+        folder, paths = path.parent, [path.with_name(name) for name in gguf_parts(path.name)]
     return {
         file.relative_to(folder).as_posix(): file.stat().st_size
         for file in sorted(paths)

@@ -18,13 +18,7 @@ from parallel_llama.checkpoint.scaled import (
     joined_rows,
 )
 from parallel_llama.checkpoint.stacked_experts import MXFP4Matrix, read_stacked
-from parallel_llama.checkpoint.tensor_files import (
-    HeldTensors,
-    TensorFiles,
-    decoded,
-    merged,
-    read_header,
-)
+from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, read_header
 from parallel_llama.config.bitsandbytes import (
     QUANT_STATE,
     BitsAndBytes,
@@ -57,7 +51,7 @@ from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
-from parallel_llama.files.safetensors_header import DTYPE_BITS, FileTensor
+from parallel_llama.files.safetensors_header import DTYPE_BITS, FileTensor, HeldTensors, merged
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined
 

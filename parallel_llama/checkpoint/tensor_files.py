@@ -17,11 +17,14 @@ from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
+from parallel_llama.files.safetensors_header import (
+    FileTensor,
+    HeldTensors,
+    merged,
+    read_safetensors_header,
+)
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix
-
-HeldTensors = Mapping[str, tuple[Path, FileTensor]]
 
 HEADER_READERS: dict[str, Callable[[Path], Mapping[str, FileTensor]]] = {
     ".safetensors": read_safetensors_header,
@@ -131,22 +134,3 @@ def decoded(param: Param, rows: range, groups: Callable[[range], QuantMatrix]) -
     )
     columns = groups(whole_groups).values()
     return columns[:, rows.start - whole_groups.start :][:, : len(rows)].contiguous()
-
-
-def merged(
-    where: Path, headers: Mapping[Path, Mapping[str, FileTensor]]
-) -> dict[str, tuple[Path, FileTensor]]:
-    """All tensors of several files by name, each with its file.
-
-    Raises: CheckpointError if two files hold the same tensor.
-    """
-    tensors: dict[str, tuple[Path, FileTensor]] = {}
-    for path, header in headers.items():
-        for name, tensor in header.items():
-            if name in tensors:
-                raise CheckpointError(
-                    f"{where}: tensor {name!r:.200} is in {tensors[name][0].name} and in "
-                    f"{path.name}; remove the file that does not belong to this checkpoint"
-                )
-            tensors[name] = path, tensor
-    return tensors

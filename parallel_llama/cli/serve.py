@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import Flag, Flags, Job, Verb, warn
@@ -33,6 +32,7 @@ from parallel_llama.cli.session import lead, leads, show_line
 from parallel_llama.config.adapter import load_served_adapters
 from parallel_llama.errors import UsageError, counted
 from parallel_llama.files.bounded_files import expanded, is_folder
+from parallel_llama.files.model_files import model_label
 from parallel_llama.parallel.failures import FAILED, report_error
 from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.serve.log import FORMATS, log_to_stderr
@@ -280,8 +280,8 @@ def _names(flags: Flags) -> list[str]:
     Raises: UsageError for an adapter with a name of the model.
     """
     model, served_name = flags[MODEL], flags[MODEL_NAME]
-    short_name = Path(model).name.removesuffix(".gguf") or model
-    names = [served_name] if served_name is not None else list(dict.fromkeys((short_name, model)))
+    usual_names = dict.fromkeys((model_label(model), model))
+    names = [served_name] if served_name is not None else list(usual_names)
     for name in adapters_of(flags):
         if name in names:
             raise UsageError(

@@ -3,7 +3,6 @@
 import logging
 import math
 import struct
-from pathlib import Path
 
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError
@@ -38,7 +37,7 @@ _KEYS = {
 }  # fmt: skip
 
 
-def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
+def args_from_gguf(header: GGUFHeader) -> ModelArgs:
     """The arguments of a GGUF header.
 
     Raises: UsageError as in `load_model_args`; CheckpointError if rotary factors are damaged.
@@ -48,8 +47,6 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     arch = fields.string("general.architecture")
     n_experts = fields.integer(f"{arch}.expert_count", 0)
     family, form = _family(fields, arch, has_experts=n_experts > 0)
-    if (n_parts := fields.integer("split.count", 1)) > 1:
-        raise UsageError(f"one of {n_parts} parts; join them with llama-gguf-split --merge")
     prefix = f"{arch}."
     arch_fields = Fields(
         {key: value for key, value in header.fields.items() if key.startswith(prefix)}
@@ -66,7 +63,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
         "max_seq_len": max_seq_len,
         "norm_eps": arch_fields.number(prefix + eps_key),
         "rope_theta": arch_fields.number(f"{arch}.rope.freq_base", 10000.0),
-        "rope_scaling": _gguf_rope(arch_fields, form, header, path, max_seq_len),
+        "rope_scaling": _gguf_rope(arch_fields, form, header, max_seq_len),
         "tied_embeddings": "output.weight" not in tensors,
         "attention_bias": any(f"blk.0.attn_{p}.bias" in tensors for p in ("q", "k", "v", "qkv")),
         "wo_bias": "blk.0.attn_output.bias" in tensors,
@@ -124,11 +121,11 @@ def _gguf_dtype(header: GGUFHeader) -> str:
 
 
 def _gguf_rope(
-    arch_fields: Fields, form: GGUFForm, header: GGUFHeader, path: Path, max_seq_len: int
+    arch_fields: Fields, form: GGUFForm, header: GGUFHeader, max_seq_len: int
 ) -> RopeScaling | None:
     arch = form.architecture
     if _SHORT in header.tensors or _LONG in header.tensors:
-        return _longrope(arch_fields, arch, header, path, max_seq_len)
+        return _longrope(arch_fields, arch, header, max_seq_len)
     factor = arch_fields.number(
         f"{arch}.rope.scaling.factor", arch_fields.number(f"{arch}.rope.scale_linear", 0.0)
     )
@@ -153,7 +150,7 @@ def _gguf_rope(
             raise UsageError(
                 f"has rope_freqs.weight and {kind} rope scaling, which cannot be combined"
             )
-        return RopeScaling("factors", factors=_rope_factors(header, path, "rope_freqs.weight"))
+        return RopeScaling("factors", factors=_rope_factors(header, "rope_freqs.weight"))
     if not scales:
         return None
     if kind == "linear":
@@ -169,9 +166,7 @@ def _gguf_rope(
     )
 
 
-def _longrope(
-    arch_fields: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
-) -> RopeScaling:
+def _longrope(arch_fields: Fields, arch: str, header: GGUFHeader, max_seq_len: int) -> RopeScaling:
     """LongRoPE: two tensors hold the sets of factors; attn_factor is the paper's attention scale.
 
     Raises: UsageError for one set without the other, or with another kind of scaling.
@@ -189,8 +184,8 @@ def _longrope(
         max_seq_len / max(1, trained),
         trained,
         attention_factor=arch_fields.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0),
-        factors=_rope_factors(header, path, _SHORT),
-        long_factors=_rope_factors(header, path, _LONG),
+        factors=_rope_factors(header, _SHORT),
+        long_factors=_rope_factors(header, _LONG),
     )
 
 
@@ -221,8 +216,8 @@ def _yarn_attention_factor(arch_fields: Fields, arch: str, factor: float) -> flo
     return relative * (1 + 0.1 * math.log(max(factor, 1.0)))
 
 
-def _rope_factors(header: GGUFHeader, path: Path, name: str) -> tuple[float, ...]:
-    tensor = header.tensors[name]
+def _rope_factors(header: GGUFHeader, name: str) -> tuple[float, ...]:
+    tensor, path = header.tensors[name], header.files[name]
     if tensor.dtype != "F32" or len(tensor.shape) != 1:
         raise UsageError(
             f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; "

@@ -37,7 +37,7 @@ from parallel_llama.dtypes import (
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.fields import naming, read_json_object
-from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.gguf_header import read_split_header
 from parallel_llama.files.model_files import ModelFiles
 
 CountVocab = Callable[[ModelFiles], int]
@@ -202,9 +202,9 @@ def _hf_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:
 
 
 def _gguf_args(files: ModelFiles, _: CountVocab | None) -> ModelArgs:
-    header = read_gguf_header(files.config)
+    header = read_split_header(files.weights)
     with naming(files.config):
-        return args_from_gguf(header, files.config)
+        return args_from_gguf(header)
 
 
 def _meta_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:

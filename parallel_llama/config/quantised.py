@@ -39,7 +39,7 @@ from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.fields import Fields, naming, read_json_object
-from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.gguf_header import read_split_header
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
@@ -149,11 +149,7 @@ def decoded_types(files: ModelFiles, args: ModelArgs) -> list[str]:
 
 def _gguf_types(files: ModelFiles, args: ModelArgs) -> dict[str, str]:
     """The types of the matrices of a GGUF model, by Meta's names."""
-    types = {
-        name: tensor.dtype
-        for path in files.weights
-        for name, tensor in read_gguf_header(path).tensors.items()
-    }
+    types = {name: t.dtype for name, t in read_split_header(files.weights).tensors.items()}
     slices = stored_slices(args, "gguf")
     stored_names = {p.name: slices[p.name].name for p in parameters(args) if p.kind != "vector"}
     return {name: types[stored] for name, stored in stored_names.items() if stored in types}

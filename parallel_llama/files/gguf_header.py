@@ -10,16 +10,18 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from parallel_llama.errors import CheckpointError
+from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.bounded_files import open_file, reading
-from parallel_llama.files.safetensors_header import FileTensor
+from parallel_llama.files.fields import Fields, naming
+from parallel_llama.files.safetensors_header import FileTensor, merged
 
 MAX_FIELDS = 65_536
 MAX_TENSORS = 100_000
@@ -38,6 +40,9 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")  # before every string
+
+# The end of the name of one part of a split file.
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 # ggml type number: (name, values per block, bytes per block)
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -60,10 +65,16 @@ _REFUSED_TYPES = {
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The metadata fields and tensors of a GGUF file; shared by all callers, so never modified."""
+    """The metadata fields and tensors of a GGUF file; shared by all callers, so never modified.
+
+    Args:
+        tensors: By name; of all parts, if the file is split.
+        files: The file of each tensor, by name.
+    """
 
     fields: dict[str, Any]
     tensors: dict[str, FileTensor]
+    files: dict[str, Path]
 
 
 class _Cursor:
@@ -204,8 +215,8 @@ def _n_bytes(shape: tuple[int, ...], type_number: int, fail: Callable[[str], Non
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Reads the header of a GGUF file, in time and memory bounded by the header's size.
 
-    The last header is cached and returned again while the file's inode, size and modification time
-    are unchanged. Callers share it and must not modify it.
+    The last headers are cached and returned again while the file's inode, size and modification
+    time are unchanged. Callers share them and must not modify them.
 
     Raises: CheckpointError unless the file is a complete, well-formed little-endian GGUF file of
     version 2 or 3 with supported tensor types.
@@ -217,9 +228,56 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         return _cached_header(path, stat.st_size, stat.st_ino, stat.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=64)  # large models are split into tens of files
 def _cached_header(path: Path, size: int, _inode: int, _mtime_ns: int) -> GGUFHeader:
     return _read(path, size)
+
+
+def gguf_parts(name: str) -> list[str]:
+    """The names of all parts of a split GGUF file, given one name; otherwise the name itself.
+
+    >>> gguf_parts("model-00002-of-00002.gguf")
+    ['model-00001-of-00002.gguf', 'model-00002-of-00002.gguf']
+    """
+    part = PART.search(name)
+    if part is None:
+        return [name]
+    number, count = int(part[1]), int(part[2])
+    if not 1 <= number <= count:
+        raise UsageError(f"{name[-200:]}: part {number} of {count}; use the name of a part")
+    start, end = name[: part.start()], name[-len(".gguf") :]
+    return [f"{start}-{at:05}-of-{count:05}{end}" for at in range(1, count + 1)]
+
+
+def read_split_header(paths: Sequence[Path]) -> GGUFHeader:
+    """The header of a GGUF file that is split into parts, in their order; or of a whole file.
+
+    The first part has the fields of the model.
+
+    Raises: CheckpointError as `read_gguf_header`, and for parts of other files; UsageError for one
+    part without the others.
+    Source: llama.cpp's gguf-split.
+    """
+    headers = {path: read_gguf_header(path) for path in paths}
+    for number, (path, header) in enumerate(headers.items()):
+        with naming(path):
+            fields = Fields(header.fields)
+            count = max(1, fields.integer("split.count", 1))  # 0 in files that were joined
+            stated = fields.integer("split.no", 0) if count > 1 else 0
+        if count > 1 and len(paths) == 1:
+            raise UsageError(
+                f"{path}: one of {count} parts; give all parts the names that llama-gguf-split "
+                f"does, such as NAME-{1:05}-of-{count:05}.gguf, in one folder"
+            )
+        if (stated, count) != (number, len(paths)):
+            raise CheckpointError(
+                f"{path}: is part {stated + 1} of {count}, but by its name part {number + 1} of "
+                f"{len(paths)}; fetch the parts again"
+            )
+    held = merged(paths[0], {path: header.tensors for path, header in headers.items()})
+    tensors = {name: tensor for name, (_, tensor) in held.items()}
+    files = {name: path for name, (path, _) in held.items()}
+    return GGUFHeader(headers[paths[0]].fields, tensors, files)
 
 
 def _read(path: Path, size: int) -> GGUFHeader:
@@ -252,7 +310,8 @@ def _read(path: Path, size: int) -> GGUFHeader:
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
         raise CheckpointError(f"{path}: general.alignment={alignment!r:.80} is not a power of two")
     data_start = -(-header_end // alignment) * alignment
-    return GGUFHeader(fields, _located(path, entries, data_start, size))
+    tensors = _located(path, entries, data_start, size)
+    return GGUFHeader(fields, tensors, dict.fromkeys(tensors, path))
 
 
 def _located(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, is_folder, is_there, names_in, read_bytes
+from parallel_llama.files.gguf_header import PART
 
 MAIN = "main"
 MAX_REVISION_BYTES = 256
@@ -46,7 +47,9 @@ class HubName:
     def command(self) -> str:
         """The `hf` command that downloads the model."""
         revision = "" if self.revision == MAIN else f" --revision {self.revision}"
-        return " ".join(filter(None, ("hf download", self.repo, self.file))) + revision
+        parts = PART.sub(r"-*-of-\2.gguf", self.file)
+        file = self.file if parts == self.file else f"--include '{parts}'"
+        return " ".join(filter(None, ("hf download", self.repo, file))) + revision
 
 
 def parse_hub_name(name: str) -> HubName | None:

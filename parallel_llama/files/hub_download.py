@@ -31,6 +31,7 @@ from huggingface_hub.errors import (
 
 from parallel_llama.errors import UsageError, counted, listed, printable
 from parallel_llama.files.bounded_files import is_file, is_there
+from parallel_llama.files.gguf_header import gguf_parts
 from parallel_llama.files.hub_cache import HubName, hub_folder, parse_hub_name
 from parallel_llama.files.model_files import (
     CONFIG,
@@ -39,7 +40,6 @@ from parallel_llama.files.model_files import (
     PARAMS,
     TOKENIZER_FILES,
     names_in_index,
-    require_whole_gguf,
 )
 from parallel_llama.files.partial_output import replace_file
 
@@ -133,10 +133,9 @@ def download_model(name: HubName, announce: Callable[[str], None]) -> None:
     Raises: UsageError if the hub cannot be reached or refuses, if the hub does not have the model,
     or if the disk has too little space; CheckpointError if the index of the weights is damaged.
     """
-    require_whole_gguf(Path(name.file))
     commit = _resolve(name)
     if name.file:
-        weights = [name.file]
+        weights = gguf_parts(name.file)
     else:
         small, first = select_files(name, commit.sizes)
         is_index = first.endswith(".json")

@@ -27,6 +27,7 @@ from parallel_llama.files.bounded_files import (
     resolved,
 )
 from parallel_llama.files.fields import did_you_mean, read_json_object
+from parallel_llama.files.gguf_header import PART, gguf_parts
 from parallel_llama.files.hub_cache import HubName, find_snapshot, hub_folder, parse_hub_name
 
 MAX_INDEX_BYTES = 100_000_000
@@ -54,7 +55,6 @@ HF_WEIGHTS = (
 MISTRAL_WEIGHTS = ("consolidated.safetensors", "consolidated.safetensors.index.json")
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
-_GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 # Files beside the weights that affect prompts or answers.
 _TEXT_SUFFIXES = (".json", ".jinja")
@@ -163,10 +163,8 @@ def _downloaded(name: HubName, path: Path) -> ModelFiles:
             f"to {hub_folder(name.repo)}; if it is a name on the hub, add --download, or run: "
             f"{name.command}{did_you_mean(str(name), _neighbours(path))}"
         )
-    if name.file:
-        return _single_file(snapshot / name.file)
     try:
-        return _in_folder(snapshot)
+        return _single_file(snapshot / name.file) if name.file else _in_folder(snapshot)
     except UsageError as error:
         raise UsageError(
             f"{error}; to download the missing files, add --download, or run: {name.command}"
@@ -211,8 +209,7 @@ def _single_file(path: Path) -> ModelFiles:
     if not is_file(path):
         raise UsageError(f"{path}: neither a file nor a folder")
     if path.suffix.lower() == ".gguf":
-        require_whole_gguf(path)
-        return ModelFiles("gguf", path, path, (path,))
+        return _gguf_file(path)
     if path.suffix == ".json" and path.name not in (CONFIG, *HF_WEIGHTS):
         return ModelFiles("config", path, path, ())
     if path.suffix in (".json", ".safetensors", ".pth", ".bin"):
@@ -220,14 +217,21 @@ def _single_file(path: Path) -> ModelFiles:
     raise UsageError(f"{path}: not a model; give a folder, a .gguf file or a configs/models name")
 
 
-def require_whole_gguf(path: Path) -> None:
-    """Raises: UsageError if the name of a GGUF file says that it is one part of several."""
-    part = _GGUF_PART.search(path.name)
-    if part is not None and int(part[2]) > 1:
+def _gguf_file(path: Path) -> ModelFiles:
+    """A GGUF file, or all parts of a split one; `path` is the file or any of its parts."""
+    parts = [path.with_name(name) for name in gguf_parts(path.name)]
+    if missing := [part.name for part in parts if not is_file(part)]:
         raise UsageError(
-            f"{path}: part {int(part[1])} of a GGUF file split in {int(part[2])}, and each "
-            "part holds only some of the weights; join them with llama-gguf-split --merge"
+            f"{path}: {len(missing)} of the {len(parts)} parts of this GGUF file are missing: "
+            f"{listed(missing, 5)}; fetch them into the same folder"
         )
+    return ModelFiles("gguf", parts[0], parts[0], tuple(parts))
+
+
+def model_label(path: str) -> str:
+    """A model's name for clients: that of its folder or file, without the number of a part."""
+    name = Path(path).name
+    return PART.sub("", name).removesuffix(".gguf") or path
 
 
 def _in_folder(folder: Path) -> ModelFiles:

@@ -9,6 +9,7 @@ Source: the safetensors format description (an 8-byte length, a JSON object, the
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,10 @@ class FileTensor:
     shape: tuple[int, ...]
     offset: int
     n_bytes: int
+
+
+# The tensors of several files by name, each with its file.
+HeldTensors = Mapping[str, tuple[Path, FileTensor]]
 
 
 def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
@@ -136,3 +141,22 @@ def _require_cover(path: Path, tensors: list[FileTensor], data_start: int, size:
             f"{path}: has {size} bytes, expected {position}: there are bytes after the last "
             "tensor; the file is damaged"
         )
+
+
+def merged(
+    where: Path, headers: Mapping[Path, Mapping[str, FileTensor]]
+) -> dict[str, tuple[Path, FileTensor]]:
+    """All tensors of several files by name, each with its file.
+
+    Raises: CheckpointError if two files hold the same tensor.
+    """
+    tensors: dict[str, tuple[Path, FileTensor]] = {}
+    for path, header in headers.items():
+        for name, tensor in header.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{where}: tensor {name!r:.200} is in {tensors[name][0].name} and in "
+                    f"{path.name}; remove the file that does not belong to this checkpoint"
+                )
+            tensors[name] = path, tensor
+    return tensors

@@ -100,7 +100,7 @@ class GGUFLayout(Layout):
         with _temporary_folder() as folder:
             self.create(folder)
             path = folder / self.files[0].name
-            require_equal(self.args, args_from_gguf(read_gguf_header(path), path))
+            require_equal(self.args, args_from_gguf(read_gguf_header(path)))
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         """As `Layout.parts`; pieces of uint8 are rows as a GGUF file stores them."""

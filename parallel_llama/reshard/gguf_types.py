@@ -13,7 +13,7 @@ from parallel_llama.dtypes import (
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.gguf_header import read_split_header
 from parallel_llama.files.model_files import ModelFiles
 
 # The types that --quant can select for the matrices of layers, by llama.cpp's names. The gguf
@@ -53,7 +53,7 @@ def copied_types(source: ModelFiles, args: ModelArgs) -> dict[str, str]:
     Raises: UsageError for a vector (a norm or a bias) that is stored in blocks: tensors are copied
     row by row, and each value of a vector is a row.
     """
-    tensors, slices = read_gguf_header(source.config).tensors, stored_slices(args, "gguf")
+    tensors, slices = read_split_header(source.weights).tensors, stored_slices(args, "gguf")
     types = {param.name: tensors[slices[param.name].name].dtype for param in parameters(args)}
     for param in parameters(args):
         if len(param.shape) == 1 and (kind := types[param.name]) not in STORED:

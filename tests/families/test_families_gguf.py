@@ -54,6 +54,38 @@ def test_gguf_header_gives_same_model_args_as_config_json(name, tmp_path):
         assert getattr(told, field.name) == expected, field.name
 
 
+# The factors of phi3 are in one of the parts; the output of gemma2 is its embedding.
+@pytest.mark.parametrize("name", ["phi3", "mixtral", "gemma2"])
+def test_split_file_equals_the_whole_file(name, tmp_path):
+    folder = rounded(write_hf(MODELS[name], tmp_path / "hf", seed=2))
+    whole = convert(folder, tmp_path / "tiny.gguf")
+    parts = find_model(str(convert(folder, tmp_path / "split.gguf", part_tensors=4)))
+    assert len(parts.weights) > 4
+    assert load_model_args(parts) == load_model_args(find_model(str(whole)))
+    report = verify(str(parts.weights[2]), against=str(whole))
+    assert report.ok, report.problems
+    assert report.files == len(parts.weights)
+    reshard(parts, tmp_path / "joined.gguf", layout="gguf", n_parts=1) if name != "phi3" else None
+    tokens = MODELS[name].tokens
+    for source in (parts.weights[1], *tmp_path.glob("joined.gguf")):
+        for (logits,) in run_on_threads(3, logits_of_models, [(source, tokens)]):
+            torch.testing.assert_close(logits, reference_logits(folder, tokens), rtol=0, atol=1e-10)
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path):
+    folder = rounded(write_hf(MODELS["llama"], tmp_path / "hf", seed=2))
+    first = convert(folder, tmp_path / "m.gguf", part_tensors=12)
+    _, second, *_ = parts = find_model(str(first)).weights
+    bytes_of_second = second.read_bytes()
+    second.write_bytes(parts[0].read_bytes())
+    with pytest.raises(CheckpointError, match=r"is part 1 of 2, but by its name part 2 of 2"):
+        load_model_args(find_model(str(first)))
+    second.write_bytes(bytes_of_second)
+    alone = first.rename(tmp_path / "alone.gguf")
+    with pytest.raises(UsageError, match=r"alone.gguf: one of 2 parts; give all parts the names"):
+        load_model_args(find_model(str(alone)))
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen2", "gemma", "falcon 40B"])
 def test_reshard_from_gguf_restores_weights_of_source_folder(name, tmp_path):
     folder = rounded(write_hf(MODELS[name], tmp_path / "hf", seed=2))

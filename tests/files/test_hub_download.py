@@ -181,6 +181,22 @@ def test_tekken_file_is_downloaded_beside_tokenizer_json_whose_split_it_corrects
     assert select_files(HubName(NAME), names)[0] == names[1:4]
 
 
+def test_all_parts_of_a_named_split_gguf_file_are_downloaded(hub):
+    parts = [f"q4/m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    hub.files = {**hub.files, **{part: part.encode() for part in parts}}
+    name = f"{NAME}/{parts[1]}"
+    for part in parts[:2]:
+        download_model(parse_hub_name(f"{NAME}/{part}"), lambda _: None)
+    assert hub.fetched() == parts
+    assert [path.read_bytes().decode() for path in find_model(name).weights] == parts
+    find_model(name).weights[2].unlink()
+    with pytest.raises(
+        UsageError, match=r"1 of the 3 parts .* are missing.*--download, or run: hf "
+    ):
+        find_model(name)
+    assert missing_from_hub(name) is not None
+
+
 def test_a_named_gguf_file_is_downloaded_alone(hub):
     name = f"{NAME}/some-model.Q8_0.gguf@v1.0"
     download(name)
@@ -294,7 +310,7 @@ GATED = 403, "GatedRepo", "Access to model is restricted"
         (NAME, {"refused": (503, "", "")}, "answered with status 503 .*try later"),
         (f"{NAME}@v9", {}, rf"has no revision 'v9'; .*/{NAME}/tree/main lists"),
         (f"{NAME}/x.gguf", {}, rf"does not have x\.gguf; .*/{NAME} lists its files"),
-        (f"{NAME}/x-00001-of-00002.gguf", {}, r"part 1 of a GGUF file split in 2"),
+        (f"{NAME}/x-00001-of-00002.gguf", {}, r"does not have x-00001-of-00002\.gguf, x-00002-of"),
         (NAME, {"commits": {"main": "../.."}}, r"'\.\./\.\.', which is not 40 hex.*; try later"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from parallel_llama.errors import CheckpointError, UnreadableFile, UsageError
 from parallel_llama.files import model_files
-from parallel_llama.files.model_files import find_model
+from parallel_llama.files.model_files import find_model, model_label
 
 BIN = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
@@ -265,10 +265,21 @@ def test_consolidated_files_with_same_number_are_refused(tmp_path):
     assert "the same number" in refused(path)
 
 
-def test_a_part_of_a_split_gguf_is_refused(tmp_path):
-    path = tmp_path / "m-00001-of-00003.gguf"
-    path.write_bytes(b"GGUF")
-    assert "part 1 of a GGUF file split in 3" in refused(path)
+def test_all_parts_of_a_split_gguf_are_found_by_any_of_them(tmp_path):
+    paths = [tmp_path / f"m.Q4-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for path in paths:
+        path.write_bytes(b"GGUF")
+    for path in paths:
+        files = find_model(str(path))
+        assert (files.kind, files.path, files.config) == ("gguf", paths[0], paths[0])
+        assert files.weights == tuple(paths)
+        assert model_label(str(path)) == "m.Q4"
+    paths[1].unlink()
+    message = refused(paths[2])
+    assert f"1 of the 3 parts of this GGUF file are missing: {paths[1].name}; fetch" in message
+    wrong = tmp_path / "m-00004-of-00003.gguf"
+    wrong.write_bytes(b"GGUF")
+    assert "part 4 of 3" in refused(wrong)
 
 
 @pytest.mark.parametrize(

@@ -366,11 +366,8 @@ def test_opening_a_file_that_became_a_pipe_is_refused(tmp_path, file):
     os.mkfifo(path)
     opens: dict[str, Callable[[], object]] = {
         "rope_freqs": lambda: _rope_factors(
-            GGUFHeader(
-                {}, {"rope_freqs.weight": FileTensor("rope_freqs.weight", "F32", (2,), 0, 8)}
-            ),
-            path,
-            "rope_freqs.weight",
+            GGUFHeader({}, {"freqs": FileTensor("freqs", "F32", (2,), 0, 8)}, {"freqs": path}),
+            "freqs",
         ),
         "weights": lambda: ByteRanges(path),
         "journal": lambda: list(whole_lines(path)),

@@ -58,12 +58,16 @@ def convert(
     path: Path,
     quantised: str | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0,
+    part_tensors: int = 0,
     **fields: Any,
 ) -> Path:
-    """Writes the GGUF file; names that contain `quantised` use `kind`, and `fields` are added."""
+    """Writes the GGUF file; names that contain `quantised` use `kind`, and `fields` are added.
+
+    With `part_tensors`, the file is split into parts of so many tensors. Returns: the first part.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=part_tensors)
     _write_header(writer, config, arch)
     for key, value in fields.items():
         full_key = f"{arch}.{key.replace('__', '.')}"
@@ -85,6 +89,8 @@ def convert(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if part_tensors:
+        return min(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
     return path
 
 
