@@ -30,6 +30,7 @@ from parallel_llama.dtypes import GGUF_QUANTS, STORED, QuantFormat
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
+from parallel_llama.files.gguf_header import read_split_header
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.quant import QuantMatrix, joined
@@ -48,7 +49,9 @@ class GGUFFile(TensorFiles):
     layout = "gguf"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        super().__init__(files, args, empty)
+        header = read_split_header(files.weights)
+        held = {name: (header.files[name], tensor) for name, tensor in header.tensors.items()}
+        super().__init__(files, args, empty, held)
         # The threads start at the first decoding, and run outside the GIL.
         self._decoders = workers()
 

@@ -215,8 +215,8 @@ def _n_bytes(shape: tuple[int, ...], type_number: int, fail: Callable[[str], Non
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Reads the header of a GGUF file, in time and memory bounded by the header's size.
 
-    The last headers are cached and returned again while the file's inode, size and modification
-    time are unchanged. Callers share them and must not modify them.
+    The last header is cached and returned again while the file's inode, size and modification time
+    are unchanged. Callers share it and must not modify it.
 
     Raises: CheckpointError unless the file is a complete, well-formed little-endian GGUF file of
     version 2 or 3 with supported tensor types.
@@ -228,7 +228,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         return _cached_header(path, stat.st_size, stat.st_ino, stat.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=64)  # large models are split into tens of files
+@functools.lru_cache(maxsize=1)
 def _cached_header(path: Path, size: int, _inode: int, _mtime_ns: int) -> GGUFHeader:
     return _read(path, size)
 
@@ -252,32 +252,50 @@ def gguf_parts(name: str) -> list[str]:
 def read_split_header(paths: Sequence[Path]) -> GGUFHeader:
     """The header of a GGUF file that is split into parts, in their order; or of a whole file.
 
-    The first part has the fields of the model.
+    The first part has the fields of the model. At most MAX_TENSORS tensors are read.
 
     Raises: CheckpointError as `read_gguf_header`, and for parts of other files; UsageError for one
     part without the others.
     Source: llama.cpp's gguf-split.
     """
-    headers = {path: read_gguf_header(path) for path in paths}
-    for number, (path, header) in enumerate(headers.items()):
-        with naming(path):
-            fields = Fields(header.fields)
-            count = max(1, fields.integer("split.count", 1))  # 0 in files that were joined
-            stated = fields.integer("split.no", 0) if count > 1 else 0
-        if count > 1 and len(paths) == 1:
-            raise UsageError(
-                f"{path}: one of {count} parts; give all parts the names that llama-gguf-split "
-                f"does, such as NAME-{1:05}-of-{count:05}.gguf, in one folder"
-            )
-        if (stated, count) != (number, len(paths)):
-            raise CheckpointError(
-                f"{path}: is part {stated + 1} of {count}, but by its name part {number + 1} of "
-                f"{len(paths)}; fetch the parts again"
-            )
-    held = merged(paths[0], {path: header.tensors for path, header in headers.items()})
-    tensors = {name: tensor for name, (_, tensor) in held.items()}
+    first, *others = paths
+    header = read_gguf_header(first)
+    _require_part(first, header.fields, 1, len(paths))
+    if not others:
+        return header
+    tensors, n_tensors = {first: header.tensors}, len(header.tensors)
+    for number, path in enumerate(others, 2):
+        with reading(path):
+            part = _read(path, path.stat().st_size)
+        _require_part(path, part.fields, number, len(paths))
+        tensors[path] = part.tensors
+        n_tensors += len(part.tensors)
+        if n_tensors > MAX_TENSORS:
+            raise CheckpointError(f"{path}: tensor {n_tensors}; at most {MAX_TENSORS} are read")
+    held = merged(first, tensors)
     files = {name: path for name, (path, _) in held.items()}
-    return GGUFHeader(headers[paths[0]].fields, tensors, files)
+    return GGUFHeader(header.fields, {name: tensor for name, (_, tensor) in held.items()}, files)
+
+
+def _require_part(path: Path, header_fields: dict[str, Any], number: int, count: int) -> None:
+    """Compare what a file states about its place among parts with its name.
+
+    Raises: as `read_split_header`.
+    """
+    fields = Fields(header_fields)
+    with naming(path):
+        stated_count = max(1, fields.integer("split.count", 1))  # 0 in files that were joined
+        stated = 1 if stated_count == 1 else fields.integer("split.no", 0) + 1
+    if stated_count > count == 1:
+        raise UsageError(
+            f"{path}: one of {stated_count} parts; give all parts the names that llama-gguf-split "
+            f"does, such as NAME-{1:05}-of-{stated_count:05}.gguf, in one folder"
+        )
+    if (stated, stated_count) != (number, count):
+        raise CheckpointError(
+            f"{path}: is part {stated} of {stated_count}, but by its name part {number} of "
+            f"{count}; fetch the parts again"
+        )
 
 
 def _read(path: Path, size: int) -> GGUFHeader:

@@ -22,6 +22,7 @@ from parallel_llama.families import Family, parameters
 from parallel_llama.families.family import gguf_full_layers
 from parallel_llama.families.gemma import GEMMA2, GEMMA3
 from parallel_llama.families.qwen import QWEN3_MOE
+from parallel_llama.files import gguf_header
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
@@ -72,7 +73,7 @@ def test_split_file_equals_the_whole_file(name, tmp_path):
             torch.testing.assert_close(logits, reference_logits(folder, tokens), rtol=0, atol=1e-10)
 
 
-def test_parts_that_do_not_belong_together_are_refused(tmp_path):
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, monkeypatch):
     folder = rounded(write_hf(MODELS["llama"], tmp_path / "hf", seed=2))
     first = convert(folder, tmp_path / "m.gguf", part_tensors=12)
     _, second, *_ = parts = find_model(str(first)).weights
@@ -81,6 +82,9 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"is part 1 of 2, but by its name part 2 of 2"):
         load_model_args(find_model(str(first)))
     second.write_bytes(bytes_of_second)
+    monkeypatch.setattr(gguf_header, "MAX_TENSORS", 20)
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.gguf: tensor 21; at most 20 are"):
+        load_model_args(find_model(str(first)))
     alone = first.rename(tmp_path / "alone.gguf")
     with pytest.raises(UsageError, match=r"alone.gguf: one of 2 parts; give all parts the names"):
         load_model_args(find_model(str(alone)))
