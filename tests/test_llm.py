@@ -690,9 +690,15 @@ def test_threads_share_an_llm(model, tp_size):
         assert own.engine.idle
 
 
-def test_thread_gets_its_turn_while_another_thread_steps(llm):
-    """With a plain lock, the other thread would keep stepping until its own request has ended."""
-    begun, n_steps = threading.Event(), []
+def test_thread_gets_its_turn_while_another_thread_steps(llm, monkeypatch):
+    """A short request is answered before the stream of the other thread has ended."""
+    begun, n_steps, step = threading.Event(), [], llm.engine.runner.step
+
+    def slow_step(*args: Any) -> Any:
+        time.sleep(0.01)  # on a busy machine, a thread may wait for a core as long as many steps
+        return step(*args)
+
+    monkeypatch.setattr(llm.engine.runner, "step", slow_step)
 
     def read() -> None:
         for _ in llm.stream("Hello", SamplingParams(max_tokens=200, ignore_eos=True)):

@@ -136,7 +136,7 @@ def compare(folder: Path, tiny: "TinyModel", fault: str) -> tuple[bool, str]:
         difference = largest_difference(file, folder, tiny)
     except (UsageError, CheckpointError) as error:
         raise LeftOut(str(error)) from error
-    if difference > LIMIT:
+    if not difference <= LIMIT:  # also for NaN
         lost = different_arguments(read, stated)
         if lost:
             raise LeftOut(f"the file states other {', '.join(lost)}")

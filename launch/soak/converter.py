@@ -42,7 +42,8 @@ def main() -> None:
             convert_hf_to_gguf.main()
             print(file, flush=True)
         except (Exception, SystemExit) as error:
-            print(f"{file}\t{type(error).__name__}: {error}", flush=True)
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"{file}\t{line}", flush=True)
 
 
 main()

@@ -102,9 +102,9 @@ def writers(home: Path) -> dict[str, Callable[[Path], object]]:
         own={"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     )  # fmt: skip
 
-    def write_gguf(folder: Path, quantised: str | None = None) -> None:
+    def write_gguf(folder: Path, **options: Any) -> None:
         folder.mkdir()
-        convert(rounded(source), folder / "model.gguf", quantised)
+        convert(rounded(source), folder / "model.gguf", **options)
 
     def write_mxfp4(folder: Path) -> None:
         mxfp4_folders.write_mxfp4(home, experts)[0].rename(folder)
@@ -115,6 +115,7 @@ def writers(home: Path) -> dict[str, Callable[[Path], object]]:
         "meta": lambda folder: moved(source, folder, "meta", 2, dtype="float32"),
         "gguf": write_gguf,
         "gguf, Q8_0": partial(write_gguf, quantised="ffn"),
+        "gguf, split": partial(write_gguf, part_tensors=6),
         "gpt-oss, MXFP4": write_mxfp4,
         **quantised_writers(source),
     }
