@@ -178,7 +178,7 @@ def largest_difference(file: Path, folder: Path, tiny: "TinyModel") -> float:
 
 
 def different_tensors(one: Path, other: Path) -> list[str]:
-    """The names of tensors that only one of two files has, or whose values differ."""
+    """The names of the tensors that one file lacks, and of those with different values."""
     ours, theirs = (
         {tensor.name: tensor.data.ravel() for tensor in gguf.GGUFReader(path).tensors}
         for path in (one, other)

@@ -2,9 +2,9 @@
 
     python launch/soak/converter.py LLAMA_CPP < FILE
 
-Each line of FILE is a folder and the GGUF file to write, separated by a tab. Files have no
-tokenizer, because the converter refuses a tokenizer whose hash it does not know. A line of stdout
-is the path of a file that was written, or of one that failed, a tab and the error.
+Each line of FILE is a folder and the GGUF file to write, separated by a tab. The files have no
+tokenizer: the converter accepts only tokenizers whose hash it knows. A line of stdout is the path
+of a file. If the file was not written, a tab and the error follow.
 
 This program does not import `parallel_llama`.
 """

@@ -223,9 +223,9 @@ class Family:
         other_parts: The beginnings of the names of the other parts' tensors, which are not loaded.
         params: The publisher of checkpoints with params.json that are read as this family; empty
             without one. `reshard` writes Meta's layout for every family.
-        gguf: The family in GGUF files; None if it is not read from them. If several families have
-            the same architecture and `has_experts`, a file is read as one whose key `needs` it has,
-            otherwise as the first in `FAMILIES`.
+        gguf: The family in GGUF files; None if it is not read from them. Several families may have
+            the same architecture and `has_experts`. A file with the key that one family `needs` is
+            read as that family, and any other file as the first family in `FAMILIES`.
         rotary_order: The order of the rows of wq and wk in each layout.
     """
 
