@@ -42,7 +42,7 @@ LIMIT = 1e-7  # headers and rotary factors are in float32
 # The dtype is that of the tensors, and llama.cpp has one name for several families.
 NOT_STATED = "dtype", "family"
 # The converter takes the width divided by the number of heads for the size of a head.
-HEADS_OF_WIDTH = "granite", "nemotron", "stablelm"
+HEADS_OF_WIDTH = "glm", "granite", "nemotron", "stablelm"
 
 
 class LeftOut(Exception):

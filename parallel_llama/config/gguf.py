@@ -46,7 +46,7 @@ def args_from_gguf(header: GGUFHeader) -> ModelArgs:
     fields = Fields(header.fields)
     arch = fields.string("general.architecture")
     n_experts = fields.integer(f"{arch}.expert_count", 0)
-    family, form = _family(fields, arch, has_experts=n_experts > 0)
+    family, form = _family(header, arch, has_experts=n_experts > 0)
     prefix = f"{arch}."
     arch_fields = Fields(
         {key: value for key, value in header.fields.items() if key.startswith(prefix)}
@@ -77,12 +77,12 @@ def args_from_gguf(header: GGUFHeader) -> ModelArgs:
     return ModelArgs(dtype=_gguf_dtype(header), family=family.name, **arguments)
 
 
-def _family(fields: Fields, arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
+def _family(header: GGUFHeader, arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
     """The family of an architecture; llama has one with experts and one without."""
     forms = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
     for family, form in sorted(forms, key=lambda each: each[1].needs is None):
-        has_key = form.needs is None or fields.has(f"{arch}.{form.needs}")
-        if has_key and (form.architecture, form.has_experts) == (arch, has_experts):
+        is_family = form.needs in (None, *header.tensors) or f"{arch}.{form.needs}" in header.fields
+        if is_family and (form.architecture, form.has_experts) == (arch, has_experts):
             return family, form
     known = sorted({form.architecture for _, form in forms})
     what = f"the architecture {arch[:80]!r}"

@@ -166,7 +166,8 @@ class GGUFForm:
             adds the constants that llama.cpp hard-codes.
         reads: The keys that only this architecture has and `features` reads, without the
             architecture's prefix.
-        needs: A key without which a file is of another family with the same architecture.
+        needs: A key, without the architecture's prefix, or a tensor. A file without it is of
+            another family with the same architecture.
         has_experts: Whether the models have experts.
         has_layer_norm: Whether the models have LayerNorm, which has a key for its epsilon.
         rotates_part: Whether rope.dimension_count may be smaller than the size of a head.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from converted_gguf import convert, rounded
 from parity_steps import logits_of_models
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
@@ -124,6 +125,24 @@ def test_logits_match_glm_at_every_tp_size(glm, chatglm):
     expected = reference_logits(glm, TOKENS)
     for tp_size in range(1, TINY.n_heads + 1):
         for (logits,) in run_on_threads(tp_size, logits_of_models, [(chatglm, TOKENS)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_gguf_file_with_merged_weights_gives_the_logits_of_glm(glm, chatglm, tmp_path):
+    expected = reference_logits(rounded(glm), TOKENS)
+    # The gguf package knows the tensors of ChatGLM by these names, and the header has GLM's values.
+    stripped = {
+        name.removeprefix("transformer."): weight
+        for name, weight in load_file(rounded(chatglm) / "model.safetensors").items()
+        if "inv_freq" not in name
+    }
+    save_file(stripped, chatglm / "model.safetensors")
+    config = json.loads((glm / "config.json").read_text())
+    (chatglm / "config.json").write_text(json.dumps({**config, "model_type": "chatglm"}))
+    file = convert(chatglm, tmp_path / "chatglm.gguf")
+    assert load_model_args(find_model(str(file))).family == "chatglm"
+    for tp_size in (1, 2, 3, 5, 7):
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(file, TOKENS)]):
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "glm": "chatglm",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
@@ -182,7 +183,7 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
             for name in ("long", "short"):
                 factors = torch.tensor(config["rope_parameters"][f"{name}_factor"])
                 writer.add_tensor(f"rope_factors_{name}.weight", factors.float().numpy())
-    if arch in ("nemotron", "stablelm", "phi3", "glm4", "glm4moe"):
+    if arch in ("nemotron", "stablelm", "phi3", "chatglm", "glm4", "glm4moe"):
         head_dim = config.get("head_dim") or config["hidden_size"] // n_heads
         part = config["rope_parameters"]["partial_rotary_factor"]
         writer.add_rope_dimension_count(int(part * head_dim))
@@ -220,7 +221,7 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
             before, _, after = name.partition(".experts.")
             number, _, leaf = after.partition(".")
             experts.setdefault(f"{before}.experts.{leaf}", {})[int(number)] = weight
-        elif "query_key_value" in name:
+        elif config["model_type"] == "falcon" and "query_key_value" in name:
             n_kv_heads = _n_kv_heads(config)
             groups = weight.view(n_kv_heads, -1, head_dim, *weight.shape[1:])
             parts = groups[:, :-2], groups[:, -2], groups[:, -1]

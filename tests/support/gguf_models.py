@@ -132,6 +132,7 @@ MODELS: dict[str, TinyModel] = {
     "olmo2": TinyModel(9, 3, 6, 54, family="olmo2", own={"pad_token_id": 0}),
     "olmo3": SMALL["olmo3"],
     "olmo3 without a window": SMALL["olmo3 without a window"],
+    "glm": TINY_MODELS["8/2 glm"],
     "glm4": TINY_MODELS["8/2 glm4"],
     "command-r": TinyModel(
         5,
