@@ -16,6 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 from parallel_llama.cli.main import main  # noqa: E402
 from parallel_llama.parallel.launch import unblock_ctrl_c  # noqa: E402
 from parallel_llama.parallel.rank_env import end_with_parent, is_under_torchrun  # noqa: E402
+from parallel_llama.parallel.torch_threads import exit_process  # noqa: E402
 
 
 def entry() -> None:
@@ -25,7 +26,7 @@ def entry() -> None:
     code = main(sys.argv[1:])
     # The command has ended: Ctrl-C would only print a traceback from Python's shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(code)
+    exit_process(code)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,13 @@ called without an active exception") after all its work is done.
 """
 
 import atexit
+import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 _JOIN_S = 1.0  # some calls of torch have no time limit
 
@@ -35,13 +39,28 @@ def start_thread(
     thread.start()
 
 
-def _end_threads() -> None:
+def exit_process(code: int) -> NoReturn:
+    """Ends this process as sys.exit does, or immediately if a thread does not end within a second.
+
+    Over a slow network, a request to torch's store can take longer.
+    """
+    if _end_threads():
+        sys.exit(code)
+    with contextlib.suppress(OSError):  # the reader of the output has gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_threads() -> bool:
+    """Returns: whether all threads have ended."""
     stop_functions = dict(_stop_functions)
     for stop in stop_functions.values():
         stop()
     deadline = time.monotonic() + _JOIN_S
     for thread in stop_functions:
         thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in stop_functions)
 
 
 atexit.register(_end_threads)

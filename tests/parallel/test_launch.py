@@ -734,19 +734,27 @@ def test_ranks_in_different_collectives_are_named_with_their_stacks(start, late)
 LOOKING = """
 from threading import Event
 from torch.distributed import HashStore
-from parallel_llama.parallel.torch_threads import start_thread
+from parallel_llama.parallel.torch_threads import exit_process, start_thread
 store, ended = HashStore(), Event()
 def look():
     while not ended.is_set():
         store.check(["key"])
-start_thread(look, "look", ended.set)
 """
 
 
 def test_thread_that_reads_a_store_does_not_abort_process_exit():
     """Regression: a rank that gave up waiting died of SIGABRT, before other ranks could report."""
-    run = subprocess.run([sys.executable, "-c", LOOKING], env=environ(), timeout=LIMIT_S)
+    code = LOOKING + 'start_thread(look, "look", ended.set)'
+    run = subprocess.run([sys.executable, "-c", code], env=environ(), timeout=LIMIT_S)
     assert run.returncode == 0
+
+
+def test_thread_that_does_not_end_changes_neither_output_nor_exit_code():
+    """Regression: over a link with 200 ms of delay, a failed rank died of SIGABRT."""
+    code = LOOKING + 'start_thread(look, "look"); print("said"); exit_process(3)'
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environ(), timeout=LIMIT_S, stdout=subprocess.PIPE, text=True)
+    assert (run.returncode, run.stdout) == (3, "said\n")
 
 
 def test_run_secret_is_not_in_environment_or_command_line(start):
