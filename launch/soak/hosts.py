@@ -2,11 +2,13 @@
 
     python -m launch.soak.hosts answers --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 1000] [--seed 1]
     python -m launch.soak.hosts commands --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 100] [--seed 1]
+    python -m launch.soak.hosts faults --hosts 1+1,2+1,1+1+1 [--runs 40] [--seed 1]
     python -m launch.soak.hosts speed --hosts 1+1 [--quant int8] [--delay-us 300] [--pp 2]
 
 2+1 means two ranks on the first host and one on the second. `answers` compares what a server with
 exact sums answers to random requests with the answers of one rank, and `commands` does so with what
-`generate --prompts` and `score` print. `speed` measures the rates of this machine, prints the speed
+`generate --prompts` and `score` print. `faults` breaks the network and the hosts of a run, and
+checks how the run ends. `speed` measures the rates of this machine, prints the speed
 that `plan --hosts` predicts from them and the measured speed; it needs an idle machine. All need
 root, and the packages iproute2, util-linux and gcc of Debian.
 """
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from launch.soak.host_faults import faults
 from launch.soak.host_speed import speed
 from launch.soak.linked_hosts import Link, LinkedHosts, NotPossible, environment, other_ranks
 from launch.soak.tally import Tally
@@ -38,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns: 1 if answers differ or did not cross the link, 2 if hosts cannot be made, else 0."""
     flags = parse(argv)
     try:
-        return {"answers": answers, "commands": commands, "speed": speed}[flags.command](flags)
+        verbs = {"answers": answers, "commands": commands, "faults": faults, "speed": speed}
+        return verbs[flags.command](flags)
     except NotPossible as error:
         print(error, file=sys.stderr)
         return 2
@@ -50,9 +54,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parsers = parser.add_subparsers(dest="command", required=True)
     of_answers, of_commands = parsers.add_parser("answers"), parsers.add_parser("commands")
-    of_speed = parsers.add_parser("speed")
-    for each in (of_answers, of_commands, of_speed):
+    of_faults, of_speed = parsers.add_parser("faults"), parsers.add_parser("speed")
+    for each in (of_answers, of_commands, of_faults, of_speed):
         each.add_argument("--hosts", default="2+1", help="layouts, such as 1+1,2+1", type=layouts)
+    for each in (of_answers, of_commands, of_speed):
         each.add_argument("--delay-us", type=float, default=100)
         each.add_argument("--gbit", type=float, default=1)
     for each in (of_answers, of_commands):
@@ -60,6 +65,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         each.add_argument("--requests", type=int, default=1000)
         each.add_argument("--seed", type=int, default=1)
         each.add_argument("--model", default="smollm2", help="or tiny, with random weights")
+    of_faults.add_argument("--runs", type=int, default=40)
+    of_faults.add_argument("--seed", type=int, default=1)
     of_speed.add_argument("--model", default="llama-3.2-1b")
     of_speed.add_argument("--quant", default="none", choices=("none", "int8", "int4"))
     of_speed.add_argument("--pp", type=int, default=1)
@@ -169,7 +176,7 @@ def served(layout: Sequence[int], link: Link, model: str) -> Iterator[tuple[Link
             server = Served(command=first, env=environment(sum(layout)))
             try:
                 yield hosts, server
-                hosts.terminate(0)
+                hosts.signal(0, "TERM")
                 codes = [each.wait(END_LIMIT_S) for each in (server.process, *processes)]
                 assert not any(codes), f"exit codes of the ranks: {codes}"
             finally:

@@ -21,6 +21,7 @@ _PORT = 29500
 # Large frames, as in a fast local network: with small ones the switch takes a part of the cores.
 _MTU = 9000
 _CLONE_NEWNET = 0x40000000
+_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 # Runs a program in a host. It cannot see the processes, shared memory and network of other hosts.
 _UNSHARE = "unshare", "--net", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child"
 _PREPARE = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm && echo ready && exec cat"
@@ -57,6 +58,7 @@ class LinkedHosts:
 
     def __init__(self, n_hosts: int, link: Link) -> None:
         _require_programs()
+        self.n_hosts = n_hosts
         self._open = ExitStack()
         with ExitStack() as opened:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
@@ -70,12 +72,13 @@ class LinkedHosts:
             figures = map(str, (link.delay_us, link.gbit, link.loss, link.seed))
             _hold(opened, switch, *figures, *(f"{at}/net" for at in self._at))
             for host in range(n_hosts):
-                self._ip(host, "link", "set", "dev", "lo", "up")
-                self._ip(host, "addr", "add", f"10.231.0.{host + 1}/24", "dev", "link")
-                self._ip(host, "link", "set", "dev", "link", "mtu", str(_MTU), "up")
+                self.ip(host, "link", "set", "dev", "lo", "up")
+                self.ip(host, "addr", "add", f"{address(host)}/24", "dev", "link")
+                self.ip(host, "link", "set", "dev", "link", "mtu", str(_MTU), "up")
             self._open = opened.pop_all()
 
-    def _ip(self, host: int, *arguments: str) -> None:
+    def ip(self, host: int, *arguments: str) -> None:
+        """Runs ip of iproute2 on a host."""
         run("nsenter", f"--net={self._at[host]}/net", "ip", *arguments)
 
     def command(self, host: int, *argv: str) -> list[str]:
@@ -128,9 +131,23 @@ class LinkedHosts:
 
         return ThreadPoolExecutor(n_threads, initializer=enter)
 
-    def terminate(self, host: int) -> None:
-        """Sends SIGTERM to all programs of a host."""
-        run(*self.command(host, "sh", "-c", "kill -TERM -1"))
+    def signal(self, host: int, name: str) -> None:
+        """Sends a signal to all programs of a host."""
+        run(*self.command(host, "sh", "-c", f"kill -{name} -1"))
+
+    def resume(self, host: int) -> None:
+        """Continues all stopped programs of a host, if it has any."""
+        run(*self.command(host, "sh", "-c", "kill -CONT -1; true"))
+
+    def ports(self, host: int) -> list[int]:
+        """The TCP ports on which programs of a host listen."""
+        said = run(*self.command(host, "cat", "/proc/net/tcp", "/proc/net/tcp6"))
+        rows = [line.split() for line in said.splitlines()]
+        return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS]
+
+    def shared(self, host: int) -> list[str]:
+        """The names of the files in shared memory of a host."""
+        return run(*self.command(host, "ls", "/dev/shm")).split()
 
     def close(self) -> None:
         """Kills all programs of all hosts, and removes the hosts."""
@@ -143,11 +160,15 @@ class LinkedHosts:
         self.close()
 
 
+def address(host: int) -> str:
+    return f"10.231.0.{host + 1}"
+
+
 def environment(n_ranks: int) -> Mapping[str, str]:
     """The environment of all ranks."""
     return {
         **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(n_ranks),
-        "MASTER_ADDR": "10.231.0.1", "MASTER_PORT": str(_PORT),
+        "MASTER_ADDR": address(0), "MASTER_PORT": str(_PORT),
     }  # fmt: skip
 
 

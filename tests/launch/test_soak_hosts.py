@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.soak import hosts
+from launch.soak import host_faults, hosts
 
 
 def run_on_two_hosts(
@@ -55,6 +55,32 @@ def test_answers_that_did_not_cross_the_link_fail_the_soak_test(capsys, monkeypa
     assert code == 1
     line = "FAILED 1+1: 1 of 1 answers are equal; KiB received for each new token: 0.0, 0.0"
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_run_on_two_hosts_ends_in_time_after_a_fault(capsys, monkeypatch):
+    kept = {kind: host_faults.FAULTS[kind] for kind in ("cut off", "killed")}
+    monkeypatch.setattr(host_faults, "FAULTS", kept)
+    code = hosts.main(["faults", "--hosts=1+1", "--runs=2"])
+    said = capsys.readouterr()
+    if code == 2:
+        pytest.skip(said.err)
+    assert code == 0, said.out
+    assert "2 faults passed, 0 failed, " in said.out
+
+
+def test_wrong_ends_after_a_fault_are_found():
+    run = host_faults.Run([2, 1], victim=1, elastic=False, wait_s=0)
+    says = ["rank 2 of 3 is late: no progress for 2 s", "rank 2 has died, is stopped"]
+
+    def faults(codes=(1, 1, None), ended_s=(3.0, 3.0, None), says=says):
+        return host_faults.faults_of_ends(run, codes, ended_s, [*says, ""])
+
+    assert faults() == []
+    assert faults(codes=(1, 0, None)) == [f"rank 1 has exit code 0: {says[1]}"]
+    assert faults(ended_s=(3.0, None, None)) == [f"rank 1 ended too late: {says[1]}"]
+    unnamed = faults(says=["rank 1 of 3 is late", says[1]])
+    assert unnamed == ["rank 0 does not name a rank of the host: rank 1 of 3 is late"]
 
 
 def test_non_root_user_gets_one_line_error(capsys, monkeypatch):
