@@ -4,6 +4,7 @@ python docs/families.py
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from parallel_llama.config.hf import args_from_hf
@@ -35,6 +36,8 @@ SIZES = {
     "ffn_dim": 256,
     "vocab_size": 256,
 }
+# Keys without which config.json means a model that is not supported.
+NEEDED = {"granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0}}
 # Keys of config.json for sizes of experts, which have no defaults in some families.
 OTHER_SIZES = "intermediate_size", "shared_expert_intermediate_size"
 
@@ -43,7 +46,7 @@ def usual_args(family: Family) -> ModelArgs:
     """A small model of the family with the defaults of config.json."""
     sizes = {family.key(name): size for name, size in SIZES.items() if family.key(name)}
     sizes |= {key: 256 for key in OTHER_SIZES if key in family.reads.union(USUAL_KEYS.values())}
-    return args_from_hf({"model_type": family.name, **sizes})
+    return args_from_hf({"model_type": family.name, **sizes, **NEEDED.get(family.name, {})})
 
 
 def row(family: Family) -> tuple[str, ...]:
@@ -63,6 +66,8 @@ def row(family: Family) -> tuple[str, ...]:
 
 def decoding(args: ModelArgs, device: str) -> str:
     """How the decode steps of a model run on 'cpu' or 'cuda'."""
+    if device == "cpu":  # which records the steps before the first scaled query
+        args = replace(args, query_scale=0.0, scales_all_queries=False)
     return "operators" if why_unrecorded(args, 1, device) else "recorded"
 
 

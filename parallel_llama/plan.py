@@ -566,10 +566,11 @@ def why_unrecorded(args: ModelArgs, kv_parts: int, device: str) -> str | None:
             "decode steps run operator by operator: scaled inputs of experts and norms without "
             "weights have no kernel for the CPU"
         )
-    if args.scales_queries:
+    if args.first_scaled_position is not None:
+        where = f" from position {args.first_scaled_position} on" if device == "cpu" else ""
         return (
-            "decode steps run operator by operator: the model scales queries by their positions, "
-            "which recorded steps cannot do"
+            f"decode steps run operator by operator{where}: the model scales queries by their "
+            "positions, which recorded steps cannot do"
         )
     if device == "cuda" and args.window_chunks:
         return (

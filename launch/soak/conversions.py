@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -106,9 +106,7 @@ def converted(models: "dict[Path, TinyModel]", llama_cpp: Path) -> Iterator[tupl
     lines = []
     for folder, tiny in models.items():
         config = rounded(write_hf(tiny, folder)) / "config.json"
-        # The published models have this key, which transformers does not read.
-        more = {"rotary_pct": 1.0} if tiny.family == "cohere2" else {}
-        config.write_text(json.dumps({**json.loads(config.read_text()), **more}))
+        config.write_text(json.dumps({**json.loads(config.read_text()), **published_keys(tiny)}))
         write_tokenizer(folder)  # Gemma 3's embeddings are cut to the size of the vocabulary
         lines.append(f"{folder}\t{folder}.gguf\n")
     command = [sys.executable, str(Path(__file__).with_name("converter.py")), str(llama_cpp)]
@@ -121,6 +119,16 @@ def converted(models: "dict[Path, TinyModel]", llama_cpp: Path) -> Iterator[tupl
         assert file == f"{folder}.gguf"
         (folder / "tokenizer.json").unlink()
         yield folder, fault
+
+
+def published_keys(tiny: "TinyModel") -> dict[str, Any]:
+    """Keys of config.json that published models have and the converter reads."""
+    if tiny.family == "cohere2":
+        return {"rotary_pct": 1.0}
+    if tiny.family == "granitemoehybrid":
+        sizes = {"mamba_d_conv": 4, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_expand": 2}
+        return {**sizes, "layer_types": ["attention"] * tiny.n_layers}
+    return {}
 
 
 def compare(folder: Path, tiny: "TinyModel", fault: str) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from parallel_llama.config.lora import MERGE_WITH_PEFT, LoraConfig, lora_config
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError, listed
-from parallel_llama.families import Family, family_of, parameters, stored_slices
+from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
 from parallel_llama.families.weights import Param
@@ -327,15 +327,6 @@ def _require_files(folder: Path) -> None:
     raise UsageError(f"{folder}: has no {WEIGHTS}; give the folder that peft saved")
 
 
-def _text_prefixes(family: Family) -> tuple[str, ...]:
-    """Prefixes of the text part's modules in models of text and images.
-
-    The text part is a module of the base model, or else of the whole model.
-    """
-    prefix = family.text_prefix
-    return (f"model.{prefix}", prefix) if prefix else ()
-
-
 def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool, str]:
     """The tensors of the file's text part by full name.
 
@@ -359,7 +350,7 @@ def _tensors(path: Path, args: ModelArgs) -> tuple[dict[str, FileTensor], bool, 
         short = name.removeprefix(_PREFIX)
         if short.removeprefix("model.").startswith(family.other_parts):
             continue
-        prefix = next(filter(short.startswith, _text_prefixes(family)), "")
+        prefix = next(filter(short.startswith, family.text_prefixes), "")
         short = short.removeprefix(prefix)
         full = hf_full_name(short, family.names)
         if full in tensors:

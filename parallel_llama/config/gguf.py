@@ -5,7 +5,7 @@ import math
 import struct
 
 from parallel_llama.dtypes import STORED
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import CheckpointError, UsageError, shown
 from parallel_llama.families import FAMILIES, Family
 from parallel_llama.families.family import GGUFForm
 from parallel_llama.families.model_args import (
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _RMS_EPS, _LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _RELATIVE_FACTOR, _ABSOLUTE_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 
 # Known keys, after the prefix of the architecture, as in llama.block_count.
@@ -33,7 +34,7 @@ _KEYS = {
     "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", _RELATIVE_FACTOR,
     _ABSOLUTE_FACTOR, "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-    "tensor_data_layout", "expert_count", "expert_used_count",
+    _LOG_MULTIPLIER, "tensor_data_layout", "expert_count", "expert_used_count",
 }  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def args_from_gguf(header: GGUFHeader) -> ModelArgs:
         "max_seq_len": max_seq_len,
         "norm_eps": arch_fields.number(prefix + eps_key),
         "rope_theta": arch_fields.number(f"{arch}.rope.freq_base", 10000.0),
-        "rope_scaling": _gguf_rope(arch_fields, form, header, max_seq_len),
+        "rope_scaling": _gguf_rope(arch_fields, arch, form, header, max_seq_len),
         "tied_embeddings": "output.weight" not in tensors,
         "attention_bias": any(f"blk.0.attn_{p}.bias" in tensors for p in ("q", "k", "v", "qkv")),
         "wo_bias": "blk.0.attn_output.bias" in tensors,
@@ -82,9 +83,12 @@ def _family(header: GGUFHeader, arch: str, *, has_experts: bool) -> tuple[Family
     forms = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
     for family, form in sorted(forms, key=lambda each: each[1].needs is None):
         is_family = form.needs in (None, *header.tensors) or f"{arch}.{form.needs}" in header.fields
-        if is_family and (form.architecture, form.has_experts) == (arch, has_experts):
+        names = form.architecture, form.also_read
+        if is_family and arch in names and form.has_experts == has_experts:
             return family, form
-    known = sorted({form.architecture for _, form in forms})
+    known = sorted(
+        {name for _, form in forms for name in (form.architecture, form.also_read) if name}
+    )
     what = f"the architecture {arch[:80]!r}"
     if arch in known:
         what += " with experts" if has_experts else " without experts"
@@ -109,9 +113,21 @@ def _sizes(arch_fields: Fields, arch: str, *, rotates_part: bool) -> dict[str, i
         "dim": dim,
         "n_layers": require_size("n_layers", arch_fields.integer(f"{arch}.block_count")),
         "n_heads": n_heads,
-        "n_kv_heads": arch_fields.integer(f"{arch}.attention.head_count_kv", n_heads),
+        "n_kv_heads": _kv_heads(arch_fields, arch, n_heads),
         "head_dim": head_dim,
     }
+
+
+def _kv_heads(arch_fields: Fields, arch: str, default: int) -> int:
+    """The number of KV heads, of all layers or listed by layer. Raises: UsageError if unequal."""
+    key = f"{arch}.attention.head_count_kv"
+    listed = arch_fields.values.get(key)
+    if not isinstance(listed, list):
+        return arch_fields.integer(key, default)
+    numbers = set(arch_fields.integers(key))
+    if len(numbers) != 1:
+        raise UsageError(f"{key}={shown(listed)}: layers with different numbers are not supported")
+    return numbers.pop()
 
 
 def _gguf_dtype(header: GGUFHeader) -> str:
@@ -121,9 +137,8 @@ def _gguf_dtype(header: GGUFHeader) -> str:
 
 
 def _gguf_rope(
-    arch_fields: Fields, form: GGUFForm, header: GGUFHeader, max_seq_len: int
+    arch_fields: Fields, arch: str, form: GGUFForm, header: GGUFHeader, max_seq_len: int
 ) -> RopeScaling | None:
-    arch = form.architecture
     if _SHORT in header.tensors or _LONG in header.tensors:
         return _longrope(arch_fields, arch, header, max_seq_len)
     factor = arch_fields.number(
@@ -155,6 +170,7 @@ def _gguf_rope(
         return None
     if kind == "linear":
         return RopeScaling("linear", factor)
+    multiplier = arch_fields.number(f"{arch}.{_LOG_MULTIPLIER}", 0.0)
     return RopeScaling(
         "yarn",
         factor,
@@ -162,6 +178,8 @@ def _gguf_rope(
         beta_fast=arch_fields.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=arch_fields.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(arch_fields, arch, factor),
+        mscale=1.0 if multiplier else None,  # as llama.cpp assumes
+        mscale_all_dim=multiplier or None,
         truncate=form.truncates_yarn,
     )
 

@@ -13,6 +13,7 @@ from parallel_llama.config.quantised import packing_of
 from parallel_llama.errors import UsageError, shown
 from parallel_llama.families import FAMILIES, MISSING, Family, family_of
 from parallel_llama.families.family import (
+    QUERY_SCALE,
     ROTARY_PART,
     every_layer_has_the_window,
     rope_fields,
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 _SIZES = "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_OLD_LAYER_TYPES = {"attention": _FULL}
 
 # In a model of text and images: keys outside of text_config that apply to the text part too.
-_OF_TEXT_TOO = "dtype", "torch_dtype", "quantization_config"
+_OF_TEXT_TOO = "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings"
 
 # Activations by transformers' names; the first name of each is written.
 _ACTIVATIONS = {
@@ -64,6 +66,8 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {
 _OLD_ROPE_TYPES = {"su": "longrope"}
 # The first YaRN models have the key `finetuned`, which does not change the model.
 _ROPE_COMMON = {"rope_type", "type", "rope_theta", ROTARY_PART, "finetuned"}
+# The second key repeats the context, and is not read.
+_OF_SCALED_QUERIES = {QUERY_SCALE, "max_position_embeddings"}
 # Keys of vLLM's YaRN, which transformers ignores; attn_factor is not attention_factor.
 _ROPE_UNREAD = {"attn_factor", "extrapolation_factor"}
 
@@ -116,9 +120,15 @@ def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     families = [family for family in FAMILIES.values() if family.multimodal == model_type]
     if not (model_type and families):
         return values
-    family = families[0]
     if not (text := Fields(values).mapping("text_config")):
         raise UsageError(f"model_type={model_type!r} needs text_config, the model of text")
+    kinds = {family.name: family for family in families}
+    kind = Fields(text).string("model_type", families[0].name)
+    if (family := kinds.get(kind)) is None:
+        raise UsageError(
+            f"text_config has model_type={kind[:80]!r}, which is not supported in {model_type!r}; "
+            f"supported: {', '.join(map(repr, kinds))}"
+        )
     logger.warning("only the text part of %r is loaded; images cannot be read", model_type)
     shared = {key: values[key] for key in _OF_TEXT_TOO if key in values}
     return {**shared, **text, "model_type": family.name, "architectures": [family.architecture]}
@@ -253,7 +263,7 @@ def _windows(fields: Fields, family: Family, n_layers: int, longest: int) -> dic
 
 
 def _layer_types(fields: Fields, n_layers: int, window_type: str) -> list[str]:
-    layer_types = fields.strings("layer_types")
+    layer_types = [_OLD_LAYER_TYPES.get(name, name) for name in fields.strings("layer_types")]
     for layer_type in layer_types:
         if layer_type not in (_FULL, window_type):
             raise UsageError(
@@ -304,11 +314,12 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
             f"rope_type={kind[:80]!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
             f"{did_you_mean(kind, _ROPE_TYPES)}"
         )
+    common = _ROPE_COMMON | (_OF_SCALED_QUERIES if QUERY_SCALE in family.reads else set())
     try:
-        rope.require_known(_ROPE_COMMON.union(_ROPE_UNREAD, *_ROPE_TYPES.values()))
+        rope.require_known(common.union(_ROPE_UNREAD, *_ROPE_TYPES.values()))
     except UsageError as error:
         raise UsageError(f"among the rope settings: {error}") from error
-    read = _ROPE_COMMON.union(_ROPE_TYPES[kind])
+    read = common.union(_ROPE_TYPES[kind])
     if unread := [key for key in rope.values if key not in read]:
         logger.warning("rope scaling %r ignores %s", kind, ", ".join(unread))
     for settings in (rope, fields):
@@ -484,4 +495,5 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
         _LONG: list(scaling.long_factors),
     }
     keys = [key for key in _ROPE_TYPES[scaling.kind] if stated[key] is not None]
-    return {"rope_type": scaling.kind, **{key: stated[key] for key in keys}}
+    own = {QUERY_SCALE: args.query_scale} if QUERY_SCALE in family_of(args).reads else {}
+    return {"rope_type": scaling.kind, **{key: stated[key] for key in keys}, **own}

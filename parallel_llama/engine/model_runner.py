@@ -34,7 +34,13 @@ from parallel_llama.engine.recorded_steps import (
     is_all,
     rotations_of,
 )
-from parallel_llama.engine.step_buffer import Chunk, SamplingKey, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import (
+    Chunk,
+    SamplingKey,
+    StepBuffer,
+    StepSize,
+    has_scaled_queries,
+)
 from parallel_llama.families.model_args import ModelArgs, context_length, kv_groups
 from parallel_llama.model.adapters import (
     adapter_addresses,
@@ -425,7 +431,7 @@ class ModelRunner:
                 for number, group_rotations in enumerate(rotations)
             ),
             rows=None if rows is None or is_all(rows, len(tokens)) else self._int64(rows),
-            query_scales=self._query_scales(chunks) if self.args.scales_queries else None,
+            query_scales=self._query_scales(chunks),
             adapters=adapters,
             adapters_of_rows=adapters_of_rows,
         )
@@ -470,7 +476,9 @@ class ModelRunner:
                 )
         return KVGroupBatch(slots, rotations, plan, tuple(sink_tiles))
 
-    def _query_scales(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _query_scales(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        if not has_scaled_queries(self.args.first_scaled_position, chunks):
+            return None
         scales = query_scales(self.args, [chunk.positions for chunk in chunks])
         return scales.to(self.device, torch.promote_types(self.dtype, torch.float32))
 

@@ -28,6 +28,7 @@ from parallel_llama.engine.step_buffer import (
     StepBuffer,
     StepSize,
     has_adapters,
+    has_scaled_queries,
 )
 from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import KVCache
@@ -226,9 +227,9 @@ class KernelCalls:
     ) -> "_KernelCallStep | None":
         """Run a step. Returns: its recording, or None if it must run operator by operator."""
         ops = self._model.ops
-        if not isinstance(ops, CPUOps) or self._model.scales_queries:
+        if not isinstance(ops, CPUOps) or self._layout.part is not None:
             return None
-        if self._layout.part is not None:
+        if has_scaled_queries(self._model.first_scaled_position, chunks):
             return None
         tokens = [token for chunk in chunks for token in chunk.tokens]
         n_rows = len(tokens)

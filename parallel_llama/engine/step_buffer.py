@@ -59,6 +59,17 @@ def has_adapters(chunks: Sequence[Chunk]) -> bool:
     return any(chunk.adapter is not None for chunk in chunks)
 
 
+def has_scaled_queries(first_position: int | None, chunks: Sequence[Chunk]) -> bool:
+    """Whether any token's queries are scaled.
+
+    Args:
+        first_position: The first position with scaled queries; None if the model scales none.
+    """
+    return first_position is not None and any(
+        chunk.positions.stop > first_position for chunk in chunks
+    )
+
+
 class KVGroupStep(NamedTuple):
     """A step in the layers of one KV group.
 

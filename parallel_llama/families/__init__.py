@@ -12,9 +12,9 @@ from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
 from parallel_llama.families.glm_moe import GLM4_MOE
 from parallel_llama.families.gpt_oss import GPT_OSS
-from parallel_llama.families.granite import GRANITE
+from parallel_llama.families.granite import GRANITE, GRANITE4
 from parallel_llama.families.internlm2 import INTERNLM2
-from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
+from parallel_llama.families.llama import LLAMA, MINISTRAL3, MISTRAL, MIXTRAL
 from parallel_llama.families.llama4 import LLAMA4
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
@@ -45,6 +45,7 @@ FAMILIES = {
         LLAMA,
         LLAMA4,
         MISTRAL,
+        MINISTRAL3,
         MIXTRAL,
         QWEN2,
         QWEN2_MOE,
@@ -62,6 +63,7 @@ FAMILIES = {
         GLM4_MOE,
         SMOLLM3,
         GRANITE,
+        GRANITE4,
         SEED_OSS,
         ARCEE,
         NEMOTRON,
@@ -83,7 +85,6 @@ _LEARNED = "its learned position embeddings are not implemented"
 _LATENT = "its latent attention (MLA) is not implemented"
 _EXPERTS = "this variant of a mixture of experts is not implemented"
 _STATE = "its state-space layers (SSM) are not implemented"
-_GRANITE_4 = "its state-space layers or its shared experts are not implemented; use Granite 3"
 _OLD_FALCON = "use the newer config.json of Falcon, which has model_type 'falcon'"
 _IMAGES = "it is a model of text and images, and only text models are supported"
 MISSING = {
@@ -92,7 +93,6 @@ MISSING = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
     **dict.fromkeys(("ernie4_5_moe", "granitemoeshared"), _EXPERTS),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
-    "granitemoehybrid": _GRANITE_4,
     "nemotron_h": _STATE,
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _OLD_FALCON),

@@ -47,6 +47,7 @@ INTERLEAVED: Mapping[Layout, RotaryOrder] = {
 # Keys of config.json that several families read.
 BIASES = frozenset({"attention_bias", "mlp_bias"})
 ROTARY_PART = "partial_rotary_factor"
+QUERY_SCALE = "llama_4_scaling_beta"  # among the rope settings
 ROTATED, ROTATED_INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 FullLayers = Callable[[Fields, int], Iterable[int]]
@@ -168,6 +169,7 @@ class GGUFForm:
             architecture's prefix.
         needs: A key, without the architecture's prefix, or a tensor. A file without it is of
             another family with the same architecture.
+        also_read: Another architecture with the same keys and tensors.
         has_experts: Whether the models have experts.
         has_layer_norm: Whether the models have LayerNorm, which has a key for its epsilon.
         rotates_part: Whether rope.dimension_count may be smaller than the size of a head.
@@ -180,6 +182,7 @@ class GGUFForm:
     features: Callable[[Fields, Collection[str]], Mapping[str, Any]] = lambda *_: {}
     reads: frozenset[str] = frozenset()
     needs: str | None = None
+    also_read: str | None = None
     has_experts: bool = False
     has_layer_norm: bool = False
     rotates_part: bool = False
@@ -268,7 +271,17 @@ class Family:
 
     def hf_name(self, stored: str) -> str:
         """HF's full name of a stored tensor, as in the text model with an output layer."""
-        return hf_full_name(stored.removeprefix(self.text_prefix), self.names)
+        for prefix in self.text_prefixes:
+            stored = stored.removeprefix(prefix)
+        return hf_full_name(stored, self.names)
+
+    @property
+    def text_prefixes(self) -> tuple[str, ...]:
+        """Beginnings of the names of the text part in models of text and images.
+
+        The text part is a module of the base model, or else of the whole model.
+        """
+        return (f"model.{self.text_prefix}", self.text_prefix) if self.text_prefix else ()
 
     def name_in(self, layout: Layout, name: str, args: ModelArgs) -> str:
         """The name that a layout has for a weight of the model."""
@@ -280,5 +293,5 @@ class Family:
         output = self.name_in(layout, "output.weight", args)
         is_second = args.tied_embeddings and name == output
         is_extra = self.has_extra_layers and layer_of(name, layout) >= args.n_layers
-        is_other = layout == "hf" and name.startswith(self.other_parts)
+        is_other = layout == "hf" and name.removeprefix("model.").startswith(self.other_parts)
         return is_second or is_extra or is_other or is_rotary_table(name, layout)

@@ -1,19 +1,28 @@
-"""Llama 1 to 3, and the families with its layers: Mistral (sliding window) and Mixtral (experts).
+"""Llama 1 to 3, and the families with its layers: Mistral and Mixtral.
 
-Source: LlamaConfig, MistralConfig and MixtralConfig of transformers 5.23; ggml's docs/gguf.md;
-Mistral 7B, arXiv 2310.06825; Mixtral, arXiv 2401.04088. GGUF files call all three llama.
+Mistral may have a sliding window, Mixtral has experts, and Ministral 3 scales queries by their
+positions. Mistral Small 3.1 and Ministral 3 are published as models of text and images; only their
+text part is loaded.
+
+Source: LlamaConfig, MistralConfig, Ministral3Config and MixtralConfig of transformers 5.24; ggml's
+docs/gguf.md; llama.cpp's mistral3; Mistral 7B, arXiv 2310.06825; Mixtral, arXiv 2401.04088. GGUF
+files call Llama, Mistral and Mixtral llama.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.families.family import (
     BIASES,
+    QUERY_SCALE,
     Family,
     GGUFForm,
     biases,
     every_layer_has_the_window,
+    rope_fields,
     written_biases,
 )
+from parallel_llama.families.model_args import RopeScaling
 from parallel_llama.families.names import expert_names, names_with
 from parallel_llama.files.fields import Fields
 
@@ -24,6 +33,13 @@ def _mixtral_features(fields: Fields) -> dict[str, Any]:
         "n_active_experts": fields.integer("num_experts_per_tok", 2),
     }
 
+
+# Models of text and images with a text part of Mistral or Ministral 3.
+_IN_MISTRAL3: dict[str, Any] = {
+    "multimodal": "mistral3",
+    "text_prefix": "language_model.",
+    "other_parts": ("vision_tower.", "multi_modal_projector."),
+}
 
 LLAMA = Family(
     name="llama",
@@ -39,13 +55,59 @@ LLAMA = Family(
 
 MISTRAL = Family(
     name="mistral",
-    models="Mistral 7B",
+    models="Mistral 7B, Mistral Small 3",
     architecture="MistralForCausalLM",
     base_architecture="MistralModel",
     full_layers=every_layer_has_the_window,
     defaults={"max_seq_len": 131072, "n_kv_heads": 8, "sliding_window": 4096},
     params="mistral",
-    gguf=LLAMA.gguf,
+    gguf=GGUFForm("llama", also_read="mistral3", writes=lambda _: {}),
+    **_IN_MISTRAL3,
+)
+
+_DEFAULT_TRAINED = 16384
+_TRAINED = "original_max_position_embeddings"
+_SCALE_IN_GGUF = "attention.temperature_scale"
+
+
+def _scaled_queries(scale: float, trained: int) -> dict[str, Any]:
+    return {"query_scale": scale, "query_scale_step": trained, "scales_all_queries": scale > 0}
+
+
+def _ministral_features(fields: Fields) -> dict[str, Any]:
+    rope = rope_fields(fields)
+    if rope.values:
+        return _scaled_queries(rope.number(QUERY_SCALE), rope.integer(_TRAINED))
+    scaling = RopeScaling("yarn", 16.0, _DEFAULT_TRAINED, mscale=1.0, mscale_all_dim=1.0)
+    return {"rope_scaling": scaling, "rope_theta": 1e6, **_scaled_queries(0.1, _DEFAULT_TRAINED)}
+
+
+def _ministral_gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+    return _scaled_queries(
+        fields.number(f"mistral3.{_SCALE_IN_GGUF}"),
+        fields.integer("mistral3.rope.scaling.original_context_length"),
+    )
+
+
+MINISTRAL3 = Family(
+    name="ministral3",
+    models="Ministral 3",
+    architecture="Ministral3ForCausalLM",
+    base_architecture="Ministral3Model",
+    reads=frozenset({QUERY_SCALE}),
+    features=_ministral_features,
+    full_layers=every_layer_has_the_window,
+    defaults={
+        "head_dim": 128,
+        "max_seq_len": 262144,
+        "n_kv_heads": 8,
+        "norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    gguf=GGUFForm(
+        "mistral3", _ministral_gguf_features, frozenset({_SCALE_IN_GGUF}), needs=_SCALE_IN_GGUF
+    ),
+    **_IN_MISTRAL3,
 )
 
 MIXTRAL = Family(

@@ -157,6 +157,7 @@ class ModelArgs:
     # 1 + s ln(1 + floor((p + 1) / n)).
     query_scale: float = 0.0
     query_scale_step: int = 8192
+    scales_all_queries: bool = False  # in every layer, with p instead of p + 1
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: int | None = None  # keys that a token attends to, its own among them
@@ -297,6 +298,9 @@ class ModelArgs:
             "window_chunks and attention_sinks cannot be combined": (
                 self.window_chunks and self.attention_sinks > 0
             ),
+            "scales_all_queries needs query_scale": (
+                self.scales_all_queries and self.query_scale == 0
+            ),
             "qk_layer_norm needs qk_norm": self.qk_layer_norm and not self.qk_norm,
             "qk_layer_norm and qk_norm_across_heads cannot be combined": (
                 self.qk_layer_norm and self.qk_norm_across_heads
@@ -401,9 +405,11 @@ class ModelArgs:
         return self.expert_bias or (self.sigmoid_router and self.router_bias)
 
     @property
-    def scales_queries(self) -> bool:
-        """Whether the queries of some layers are scaled by their positions."""
-        return self.query_scale > 0 and len(self.unrotated_layers) > 0
+    def first_scaled_position(self) -> int | None:
+        """The first position whose queries are scaled in some layers; None without scaling."""
+        if self.query_scale == 0 or not (self.scales_all_queries or self.unrotated_layers):
+            return None
+        return self.query_scale_step - (not self.scales_all_queries)
 
     @property
     def has_wo_bias(self) -> bool:

@@ -52,7 +52,7 @@ class Attention:
         )
         self.is_rotated = layer not in args.unrotated_layers
         self.unit_eps = args.norm_eps if args.qk_unit_norm and self.is_rotated else None
-        self.scales_queries = args.scales_queries and not self.is_rotated
+        self.scales_queries = args.scales_all_queries or not self.is_rotated
         self.head_dim, self.n_local_heads = args.head_dim, shard.n_local_heads
         self.n_local_kv_heads = shard.n_local_kv_heads
         q_rows = range(shard.n_local_heads * args.head_dim)
@@ -115,8 +115,7 @@ class Attention:
         rotations = group.rotations if self.is_rotated else None
         # [T, H, D] local
         q = self.ops.rotate_and_store(qkv, rotations, group.slots, k, v, norms)
-        if self.scales_queries:
-            assert batch.query_scales is not None
+        if self.scales_queries and batch.query_scales is not None:
             self.ops.scale_rows_(q, batch.query_scales)
         sinks = None if self.sinks is None else self.sinks.values  # [H] local
         if group.part_tiles:

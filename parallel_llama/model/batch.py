@@ -65,8 +65,8 @@ class Batch:
             sampled on the device.
         adapters: The tokens that run with each adapter.
         adapters_of_rows: The tokens of `rows` that run with each adapter, as indices into `rows`.
-        query_scales: [T], the factor on the queries of each token in layers without rotary
-            embeddings, if the model has such factors.
+        query_scales: [T], the factor on the queries of each token in layers that scale queries;
+            None if all factors are 1.
     """
 
     tokens: Tensor

@@ -165,13 +165,15 @@ def back_rotations_of(args: ModelArgs, positions: Sequence[int], latest: int) ->
 
 
 def query_scales(args: ModelArgs, positions: Sequence[range]) -> Tensor:
-    """The factors on queries at these positions in layers without rotary embeddings.
+    """The factors on queries at these positions, in the layers that have factors.
 
     Shapes: [number of positions] float64.
-    Source: Llama4TextAttention of transformers 5.24; arXiv 2501.19399.
+    Source: Llama4TextAttention and Ministral3Attention of transformers 5.24; arXiv 2501.19399.
     """
     position = torch.cat([torch.arange(p.start, p.stop, dtype=torch.float64) for p in positions])
-    return 1 + args.query_scale * torch.log1p(torch.floor((position + 1) / args.query_scale_step))
+    if not args.scales_all_queries:
+        position += 1
+    return 1 + args.query_scale * torch.log1p(torch.floor(position / args.query_scale_step))
 
 
 def base_len(args: ModelArgs, n_tokens: int) -> int:

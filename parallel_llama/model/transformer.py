@@ -143,7 +143,7 @@ class Transformer:
         scale = args.embedding_scale / args.residual_scale
         rounded = backend.dtype if args.residual_scale == 1 else torch.float64
         self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=rounded)
-        self.scales_queries = args.scales_queries
+        self.first_scaled_position = args.first_scaled_position
         self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
         block = ParallelBlock if args.parallel_block else TransformerBlock
         self.tok_embeddings = VocabParallelEmbedding(shard.vocab, args.dim, backend)

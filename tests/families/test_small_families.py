@@ -61,7 +61,7 @@ def test_phi3_uses_short_factors_up_to_trained_context_length(tmp_path):
 
 
 # One model for each feature of the model code that these families need.
-FEATURES = "smollm3", "granite", "phi3", "arcee", "exaone4", "olmo2"
+FEATURES = "smollm3", "granite", "ministral3", "phi3", "arcee", "exaone4", "olmo2"
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -97,6 +97,9 @@ def test_norm_across_heads_costs_one_more_all_reduce_per_layer(name, per_layer, 
 RESHARDED = (
     "smollm3, window",
     "granite, biases, tied",
+    "granite 4, biases, tied",
+    "granite 4 without rotation",
+    "ministral3, window, tied",
     "phi3",
     "phi3, attention factor",
     "seed_oss, biases, tied",
@@ -123,6 +126,72 @@ def test_reshard_through_every_layout_keeps_transformers_logits(name, tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), **PAD}))
     logits, expected = loaded_logits(folder, tokens), reference_logits(source, tokens)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+
+
+# As in the config.json of ibm-granite/granite-4.0-micro, in other sizes.
+GRANITE4 = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 5,
+    "embedding_multiplier": 12,
+    "eos_token_id": 5,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "init_method": "mup",
+    "initializer_range": 0.1,
+    "intermediate_size": 96,
+    "layer_types": ["attention", "attention"],
+    "logits_scaling": 10,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 0,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 0,
+    "output_router_logits": False,
+    "pad_token_id": 4,
+    "position_embedding_type": "rope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.01,
+    "shared_intermediate_size": 96,
+    "tie_word_embeddings": True,
+    "vocab_size": 100,
+}
+
+
+def test_published_config_of_granite_4_is_read_without_a_warning(caplog):
+    args = args_from_hf(GRANITE4)
+    assert (args.ffn_dim, args.embedding_scale, args.unrotated_layers) == (96, 12, ())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"layer_types": ["mamba", "attention"]}, "layer_types has 'mamba': state-space layers"),
+        ({"layer_types": None}, "layer_types has no layers with attention: state-space layers"),
+        ({"num_local_experts": 62}, "num_local_experts=62: the experts of this model are not"),
+    ],
+)
+def test_granite_4_with_other_layers_is_refused(values, expected):
+    with pytest.raises(UsageError, match=expected):
+        args_from_hf({**GRANITE4, **values})
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ NOT_CARRIED = {
     "falcon 40b": OF_FAMILIES["falcon 40b"],
     "palm": OF_FAMILIES["palm"],
     "llama4": OF_FAMILIES["llama4"],
-    "scaled queries": replace(ARGS, unrotated_layers=(1,), query_scale=0.3, query_scale_step=4),
     "norms without weights": replace(ARGS, qk_unit_norm=True),
 }
 
@@ -207,6 +206,16 @@ def test_recorded_steps_accept_weights_of_any_format(name):
 
 def test_steps_with_more_than_32_rows_are_not_recorded():
     assert decode_steps(make_runner(Solo()), 33, 2, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("features", "n_recorded"),
+    [({"unrotated_layers": (1,)}, 3), ({"scales_all_queries": True}, 4)],
+)
+def test_steps_are_recorded_until_queries_are_scaled(features, n_recorded):
+    args = replace(ARGS, query_scale=0.3, query_scale_step=4, **features)
+    assert decode_steps(make_runner(Solo(), args), 3, 8, 2) == n_recorded
+    assert f"from position {n_recorded} on" in (why_unrecorded(args, 1, "cpu") or "")
 
 
 def test_context_may_outgrow_the_buffers_of_a_recorded_step(monkeypatch):

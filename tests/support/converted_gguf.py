@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm": "chatglm",
+    "granitemoehybrid": "granite",
+    "ministral3": "mistral3",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
@@ -31,7 +33,9 @@ ARCHITECTURES = {
 
 
 # The model_types whose rows of q and k are in interleaved order in the file.
-_INTERLEAVED = "llama", "mistral", "mixtral", "smollm3", "granite", "arcee"
+_INTERLEAVED = (
+    "llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid", "ministral3", "arcee",
+)  # fmt: skip
 # The key of the epsilon of LayerNorm in config.json.
 _LAYER_NORM_EPS = {
     "nemotron": "norm_eps",
@@ -117,7 +121,8 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_layer_norm_eps(config[_LAYER_NORM_EPS[arch]])
     else:
         # Llama 4 names the channels of layers without experts like this.
-        ffn_dim = config.get("intermediate_size_mlp", config["intermediate_size"])
+        keys = "intermediate_size_mlp", "shared_intermediate_size", "intermediate_size"
+        ffn_dim = next(config[key] for key in keys if key in config)
         writer.add_feed_forward_length(ffn_dim)
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if "head_dim" in config:
@@ -141,6 +146,10 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
                 writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
             if "attention_factor" in rope:
                 writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+            if "mscale_all_dim" in rope:
+                writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            if "llama_4_scaling_beta" in rope:
+                writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     keys = "num_experts", "num_local_experts", "n_routed_experts"
     n_experts = next((config[key] for key in keys if config.get(key)), 0)
     if n_experts:
@@ -226,6 +235,11 @@ def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, 
             groups = weight.view(n_kv_heads, -1, head_dim, *weight.shape[1:])
             parts = groups[:, :-2], groups[:, -2], groups[:, -1]
             tensors[name] = torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])
+        elif "shared_mlp.input_linear" in name:
+            for kind, part in zip(("gate", "up"), weight.chunk(2), strict=True):
+                tensors[name.replace("shared_mlp.input_linear", f"mlp.{kind}_proj")] = part
+        elif "shared_mlp.output_linear" in name:
+            tensors[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = weight
         elif config["model_type"] in _INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
             tensors[name] = interleaved(weight, head_dim)
         else:

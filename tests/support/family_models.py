@@ -34,6 +34,14 @@ _SCALES = {
     "attention_multiplier": 0.3,
     "logits_scaling": 8.0,
 }
+_GRANITE4 = {
+    **_SCALES,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 1,  # transformers checks that it divides twice the width
+}
+_MINISTRAL = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.125}
 _QWEN2_MOE = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -118,6 +126,58 @@ SMALL: dict[str, TinyModel] = {
         own={**_SCALES, "attention_bias": True, "mlp_bias": True},
     ),
     "granite without factors": TinyModel(5, 1, 6, 34, family="granite", rope=YARN),
+    "granite 4": TinyModel(
+        7,
+        7,
+        6,
+        42,
+        family="granitemoehybrid",
+        own={**_GRANITE4, "layer_types": ["attention"] * 2, "shared_intermediate_size": 29},
+    ),
+    "granite 4, biases, tied": TinyModel(
+        9,
+        3,
+        6,
+        54,
+        n_layers=3,
+        tied=True,
+        family="granitemoehybrid",
+        own={
+            **_GRANITE4,
+            "layer_types": [_FULL] * 3,
+            "shared_intermediate_size": 41,
+            "attention_bias": True,
+        },
+        rope=YARN,
+    ),
+    "granite 4 without rotation": TinyModel(
+        5,
+        1,
+        6,
+        30,
+        family="granitemoehybrid",
+        own={
+            **_GRANITE4,
+            "layer_types": ["attention"] * 2,
+            "shared_intermediate_size": 3,  # fewer than heads
+            "position_embedding_type": "nope",
+        },
+    ),
+    "ministral3": TinyModel(5, 1, 6, 34, family="ministral3", own=PAD, rope=_MINISTRAL),
+    "ministral3, window, tied": TinyModel(
+        9,
+        3,
+        8,
+        54,
+        n_layers=3,
+        tied=True,
+        family="ministral3",
+        own={**PAD, "sliding_window": 7},
+        rope={**_MINISTRAL, "original_max_position_embeddings": 5, "mscale_all_dim": 0.5},
+    ),
+    "ministral3 without scaled queries": TinyModel(
+        7, 7, 6, 42, family="ministral3", own=PAD, rope={**_MINISTRAL, "llama_4_scaling_beta": 0.0}
+    ),
     "phi3": TinyModel(
         5,
         1,

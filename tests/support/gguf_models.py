@@ -97,6 +97,8 @@ MODELS: dict[str, TinyModel] = {
     "falcon 7B": TINY_MODELS["7/1 falcon, tied"],
     "smollm3": TinyModel(5, 1, 6, 34, n_layers=5, family="smollm3", own={"pad_token_id": 0}),
     "granite": TinyModel(7, 1, 6, 42, family="granite", own=_SCALES),
+    "granite 4": replace(SMALL["granite 4"], ffn_dim=29, own={**SMALL["granite 4"].own, **_SCALES}),
+    "ministral3": SMALL["ministral3"],
     "phi3": TinyModel(
         5,
         1,

@@ -233,7 +233,7 @@ TINY_MODELS: dict[str, TinyModel] = {
 
 
 # The families that compute the head size as dim / n_heads.
-HEAD_DIM_FROM_DIM = frozenset({"qwen2", "falcon", "stablelm", "cohere2"})
+HEAD_DIM_FROM_DIM = frozenset({"qwen2", "falcon", "stablelm", "cohere2", "granitemoehybrid"})
 
 # The key of the epsilon of norms, where it is not that of Llama.
 _NORM_EPS = {
