@@ -2,8 +2,9 @@
 
 `serve.channels` reads calls of the forms `CHANNELS` and `SECTIONS`, which have their own markers.
 
-Source: the chat templates of Qwen 2.5 and Hermes 2 Pro, of Mistral 7B v0.3, of Llama 3.1 and 4, and
-of Command R7B; for calls in Python's syntax, the prompt formats of Llama 4's model card.
+Source: the chat templates of Qwen 2.5 and Hermes 2 Pro, of Mistral 7B v0.3 and Ministral 3, of
+Llama 3.1 and 4, and of Command R7B; mistral-common 1.12, InstructTokenizerV11 and V13; for calls in
+Python's syntax, the prompt formats of Llama 4's model card.
 """
 
 import re
@@ -28,6 +29,8 @@ class ToolFormat:
         is_list: whether all calls are one list, rather than one JSON object after another.
         is_bare: whether the markers may be missing at the start of a response.
         is_python: whether calls have Python's syntax, as in [rain(city="Oslo"), time()].
+        has_name_first: whether the name comes before the JSON, which has only the arguments, as in
+            rain[ARGS]{"city": "Oslo"}.
     """
 
     opening: str
@@ -36,6 +39,7 @@ class ToolFormat:
     is_list: bool = False
     is_bare: bool = False
     is_python: bool = False
+    has_name_first: bool = False
 
     @property
     def may_enclose_text(self) -> bool:
@@ -49,6 +53,7 @@ class ToolFormat:
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 MISTRAL = ToolFormat("[TOOL_CALLS]", is_list=True)
+MISTRAL_NAMED = ToolFormat("[TOOL_CALLS]", has_name_first=True)
 LLAMA3 = ToolFormat("<|python_tag|>", arguments="parameters", is_bare=True)
 LLAMA4 = ToolFormat("<|python_start|>", "<|python_end|>", "parameters", is_bare=True)
 PYTHONIC = ToolFormat(
@@ -65,7 +70,13 @@ _PYTHON_EXAMPLE = "[func_name1("
 _PYTHON_HEAD = re.compile(r"\[\s{0,64}[\w.]{0,256}\s{0,64}")
 
 # Templates with these texts ask for calls in a syntax that is not supported.
-_UNSUPPORTED = ("<function=", "<arg_key>", "[ARGS]", "Action:")
+_UNSUPPORTED = ("<function=", "<arg_key>", "Action:")
+
+# What precedes the arguments of a call that begins with its name.
+_NAME_HEAD = re.compile(
+    r"\s{0,8}(?P<name>[\w.-]{1,256})(\[CALL_ID\]\w{0,64})?\[ARGS\]\s{0,8}", re.ASCII
+)
+_LONGEST_HEAD = 512
 
 
 def tool_format(template: str) -> ToolFormat | None:
@@ -78,6 +89,8 @@ def tool_format(template: str) -> ToolFormat | None:
         return PYTHONIC
     if any(mark in template for mark in _UNSUPPORTED):
         return None
+    if "[ARGS]" in template:
+        return MISTRAL_NAMED
     for form in (HERMES, MISTRAL, LLAMA3, LLAMA4):
         if form.opening in template:
             return form
@@ -187,20 +200,31 @@ class CallReader:
         self._closing = self._form.closing if opening else ""
 
     def _read_value(self, char: str, span: "_Span") -> None:
+        if self._form.has_name_first and not span.depth and char != "{":
+            self._withheld.append(char)
+            if len(self._withheld) > _LONGEST_HEAD:
+                self._give_up()
+            return
         if not span.depth and not char.isspace() and char not in "{[":
             self._give_up()
             self._read(char)
             return
         self._withheld.append(char)
         if span.ends_with(char):
-            read = python_calls if self._form.is_python else calls_in
-            self._calls = read("".join(self._withheld[1:]), self._names)
+            self._calls = self._calls_in("".join(self._withheld[1:]))
             if not self._calls:
                 self._give_up()
             elif not self._closing:
                 self._end_call()
         elif self._form.is_python and span.depth == 1 and not self._begins_python():
             self._give_up()
+
+    def _calls_in(self, text: str) -> list[CalledFunction]:
+        if self._form.is_python:
+            return python_calls(text, self._names)
+        if self._form.has_name_first:
+            return named_call(text, self._names)
+        return calls_in(text, self._names)
 
     def _begins_python(self) -> bool:
         """Whether the withheld text can begin a list of calls in Python's syntax."""
@@ -247,6 +271,19 @@ def calls_in(text: str, names: frozenset[str]) -> list[CalledFunction]:
         return []
     calls = [_call(item, names) for item in (value if isinstance(value, list) else [value])]
     return [call for call in calls if call is not None] if None not in calls else []
+
+
+def named_call(text: str, names: frozenset[str]) -> list[CalledFunction]:
+    """The call in a text of a name and its arguments; empty if it is not a call of `names`."""
+    head = _NAME_HEAD.match(text)
+    if head is None:
+        return []
+    try:
+        arguments = msgspec.json.decode(text[head.end() :])
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    call = _call({"name": head["name"], "arguments": arguments}, names)
+    return [] if call is None else [call]
 
 
 def _call(value: Any, names: frozenset[str]) -> CalledFunction | None:

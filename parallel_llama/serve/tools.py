@@ -187,7 +187,9 @@ class Tools:
     @property
     def _grammar_form(self) -> ToolFormat | None:
         """The form if a grammar can express it, else None."""
-        if self.form.is_list or (self.has_special_markers and not self.form.is_bare):
+        if self.form.is_list or self.form.has_name_first:
+            return None
+        if self.has_special_markers and not self.form.is_bare:
             return None
         return self.form
 
@@ -201,7 +203,9 @@ class Tools:
         begins_inside = self.must_call and self._grammar_form is None
         if answer_reader is not None and not begins_inside and self.form in (CHANNELS, SECTIONS):
             return ChannelParts(answer_reader, names, self.max_calls)
-        form = replace(self.form, is_python=False) if begins_inside else self.form
+        form = self.form
+        if begins_inside:  # a list in JSON
+            form = replace(form, is_python=False, has_name_first=False)
         return CallReader(form, names, begins_inside=begins_inside, max_calls=self.max_calls)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
