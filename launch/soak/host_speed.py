@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def plan(
     """The prediction of `plan --hosts`, and the measured latency of the link."""
     latency_us = measured_latency_us(hosts)
     link = {"latency_us": latency_us, "gbit_per_s": flags.gbit}
-    rates, entries = calibrate(flags, layout, folder / "rates.json"), []
+    rates, entries = calibrate(flags, layout, folder), []
     for number, n_ranks in enumerate(layout):
         begin = 0 if flags.pp > 1 else sum(layout[:number])
         own = {**rates, "ranks": rates["ranks"][begin : begin + n_ranks]}
@@ -90,13 +91,31 @@ def measured_latency_us(hosts: LinkedHosts) -> float:
     return statistics.median(map(float, times_s.split())) * 1e6
 
 
-def calibrate(flags: argparse.Namespace, layout: Sequence[int], path: Path) -> dict[str, Any]:
-    """The rates of the ranks that work at once: all ranks, or those of one stage of a pipeline."""
-    size = max(layout) if flags.pp > 1 else sum(layout)
+def calibrate(flags: argparse.Namespace, layout: Sequence[int], folder: Path) -> dict[str, Any]:
+    """The rates of the ranks that work at once.
+
+    The stages of a pipeline decode one after another, so the ranks of one stage measure alone. In a
+    prefill all stages multiply at once, and compete for the memory of this machine.
+    """
+    if flags.pp == 1:
+        return rates_on(flags, folder, range(sum(layout)))
+    rates = rates_on(flags, folder, range(max(layout)))
+    ranks = [range(sum(layout[:host]), sum(layout[: host + 1])) for host in range(len(layout))]
+    with ThreadPoolExecutor(len(layout)) as pool:
+        together = list(pool.map(lambda own: rates_on(flags, folder, own), ranks))
+    for key in ("operations_per_s", "piece_operations_per_s"):
+        slowest = min(rank[key] for host in together for rank in host["ranks"])
+        for rank in rates["ranks"]:
+            rank[key] = slowest
+    return rates
+
+
+def rates_on(flags: argparse.Namespace, folder: Path, ranks: range) -> dict[str, Any]:
+    """The rates of ranks on the cores that they have in `bench`."""
+    path = folder / f"rates-{ranks[0]}.json"
     short = "--prompt-tokens=8", "--max-tokens=8", "--repeat=1", "--no-exact"
-    parallel_llama(
-        "bench", f"--nproc={size}", f"--calibrate={path}", *short, *of_bench(flags), cores=size
-    )
+    command = "bench", f"--nproc={len(ranks)}", f"--calibrate={path}", *short, *of_bench(flags)
+    parallel_llama(*command, ranks=ranks)
     return json.loads(path.read_text())
 
 
@@ -115,8 +134,9 @@ def of_bench(flags: argparse.Namespace) -> list[str]:
     return [*of_model(flags), "--timeout=300", "--random-weights=1"]
 
 
-def parallel_llama(*verb: str, cores: int = 1) -> str:
-    """The output of a command on the first cores, with one thread for each rank."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pinned = "taskset", "--cpu-list", ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
+def parallel_llama(*verb: str, ranks: range = range(1)) -> str:
+    """The output of a command on the cores of these ranks, with one thread for each rank."""
+    env, cores = {**os.environ, "OMP_NUM_THREADS": "1"}, sorted(os.sched_getaffinity(0))
+    own = {str(cores[rank % len(cores)]) for rank in ranks}
+    pinned = "taskset", "--cpu-list", ",".join(own)
     return run(*pinned, sys.executable, "-m", "parallel_llama", *verb, env=env, cwd=ROOT)

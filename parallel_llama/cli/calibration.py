@@ -28,6 +28,7 @@ class RankEntry:
 
     read_bytes_per_s: float
     operations_per_s: float
+    piece_operations_per_s: float | None = None
     exchange_s: float | None = None
     link_bytes_per_s: float | None = None
 
@@ -60,7 +61,12 @@ class Calibration:
         the ranks that they list, on different hosts; exchanges between hosts are not measured.
         """
         rates = tuple(
-            Rates(rank.read_bytes_per_s, rank.read_bytes_per_s, rank.operations_per_s)
+            Rates(
+                rank.read_bytes_per_s,
+                rank.read_bytes_per_s,
+                rank.operations_per_s,
+                rank.piece_operations_per_s,
+            )
             for rank in self.ranks
         )
         exchange_times = [rank.exchange_s for rank in self.ranks if rank.exchange_s is not None]
@@ -160,7 +166,7 @@ def _entry(content: Any) -> RankEntry:
     values.require_known(names)
     rates = {name: values.optional_number(name) for name in names}
     for name, rate in rates.items():
-        if rate is None and name in names[:2]:
+        if rate is None and name in names[:2]:  # earlier versions wrote no rate of pieces
             raise UsageError(f"{name} is missing")
         if rate is not None and rate <= 0:
             raise UsageError(f"{name}={rate:g} is not above 0")

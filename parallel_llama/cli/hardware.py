@@ -31,12 +31,15 @@ class Rates:
     Args:
         weights: bytes of weights per second.
         kv: bytes of KV cache per second.
-        products: operations per second in products of many rows; None if not known.
+        products: operations per second in products of as many rows as a prefill step has; None if
+            not known.
+        piece_products: as `products`, of MIN_PIECE_TOKENS rows; None if equal or not known.
     """
 
     weights: float
     kv: float
     products: float | None
+    piece_products: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,18 @@ class Hardware:
             return self.ranks
         if not self.is_shared or len(self.ranks) == n_ranks:
             return self.ranks[rank]
-        products = [rates.products for rates in self.ranks]
+        products, piece_products = (
+            sum(filter(None, each)) / n_ranks if all(each) else None
+            for each in (
+                [rates.products for rates in self.ranks],
+                [rates.piece_products for rates in self.ranks],
+            )
+        )
         return Rates(
             sum(rates.weights for rates in self.ranks) / n_ranks,
             sum(rates.kv for rates in self.ranks) / n_ranks,
-            sum(filter(None, products)) / n_ranks if all(products) else None,
+            products,
+            piece_products,
         )
 
 

@@ -197,6 +197,8 @@ def _rates_for(calibration: Calibration, n_ranks: int) -> Calibration:
         return calibration
     read = sum(rank.read_bytes_per_s for rank in calibration.ranks) / n_ranks
     operations = sum(rank.operations_per_s for rank in calibration.ranks) / n_ranks
+    pieces = [rank.piece_operations_per_s for rank in calibration.ranks]
+    of_pieces = sum(filter(None, pieces)) / n_ranks if all(pieces) else None
     first = calibration.ranks[0]
-    entry = RankEntry(read, operations, first.exchange_s, first.link_bytes_per_s)
+    entry = RankEntry(read, operations, of_pieces, first.exchange_s, first.link_bytes_per_s)
     return replace(calibration, ranks=(entry,) * n_ranks)

@@ -11,10 +11,11 @@ from parallel_llama.cli.estimate import Estimate, RankEstimate
 from parallel_llama.cli.hardware import Hardware, Rates, are_alike
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.plan import Stage, count_pieces
+from parallel_llama.plan import MIN_PIECE_TOKENS, Stage, count_pieces
 
 # Larger tensors of CPU ranks on several hosts go through gloo's ring (parallel/sockets.py).
 _MAX_DIRECT_BYTES = 1 << 18
+_MANY_ROWS = 512  # of the products that bench --calibrate measures
 
 Limit = Literal["memory bandwidth", "arithmetic", "link", "launches"]
 
@@ -356,7 +357,21 @@ def _work_s(
     n_values: int, n_bytes: float, kv_bytes: float, rates: Rates, n_rows: float
 ) -> tuple[float, float]:
     kv_s, weights_s = kv_bytes / rates.kv, n_bytes / rates.weights
-    products_s = 2 * n_values * n_rows / rates.products if rates.products else 0.0
+    products_s = n_values * _row_s(rates, n_rows)
     if products_s > weights_s:
         return kv_s, products_s
     return weights_s + kv_s, 0.0
+
+
+def _row_s(rates: Rates, n_rows: float) -> float:
+    """Seconds of the products of `n_rows` rows with one value; 0 if their rate is not known.
+
+    Products of the pieces of a pipeline take a fixed time and a time for each row.
+    """
+    if rates.products is None:
+        return 0.0
+    if rates.piece_products is None or not MIN_PIECE_TOKENS <= n_rows < _MANY_ROWS:
+        return 2 * n_rows / rates.products
+    piece_s, many_s = 2 * MIN_PIECE_TOKENS / rates.piece_products, 2 * _MANY_ROWS / rates.products
+    fraction = (n_rows - MIN_PIECE_TOKENS) / (_MANY_ROWS - MIN_PIECE_TOKENS)
+    return piece_s + fraction * (many_s - piece_s)

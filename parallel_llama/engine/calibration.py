@@ -20,6 +20,7 @@ from parallel_llama.model.weights import stored_weights
 from parallel_llama.ops import CPUOps, NotRecorded
 from parallel_llama.ops.formats import QuantWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import MIN_PIECE_TOKENS
 
 _REPEATS = 15
 _N_EXCHANGES = 64  # in one measurement
@@ -33,7 +34,8 @@ class RankRates:
 
     Args:
         read_bytes_per_s: bytes of weights per second, in products of one row.
-        operations_per_s: operations per second, in products of many rows.
+        operations_per_s: operations per second, in products of as many rows as a prefill step has.
+        piece_operations_per_s: as `operations_per_s`, of MIN_PIECE_TOKENS rows, as in a pipeline.
         exchange_s: the latency of an exchange of one row, without the transfer of its bytes; None
             for a single rank.
         link_bytes_per_s: bytes per second that a rank receives from all other ranks; None for a
@@ -42,6 +44,7 @@ class RankRates:
 
     read_bytes_per_s: float
     operations_per_s: float
+    piece_operations_per_s: float
     exchange_s: float | None
     link_bytes_per_s: float | None
 
@@ -56,14 +59,15 @@ def measure_rates(engine: Engine) -> list[RankRates]:
     matrices = _matrices(model)
     n_bytes = sum(weight.values.nbytes for weight in matrices.values())
     read_s = _median_s(comm, _replayed(model, lambda: _multiply(model, matrices, 1)))
+    rates = [n_bytes / read_s]
     few_matrices = dict(list(matrices.items())[:_N_MATRICES])
-    operations = (
-        2 * n_rows * sum(weight.n_outputs * weight.n_inputs for weight in few_matrices.values())
-    )
-    multiply_s = _median_s(comm, lambda: _multiply(model, few_matrices, n_rows))
-    own_rates = torch.tensor([n_bytes / read_s, operations / multiply_s], dtype=torch.float64)
+    n_values = sum(weight.n_outputs * weight.n_inputs for weight in few_matrices.values())
+    for n in (n_rows, MIN_PIECE_TOKENS):
+        multiply_s = _median_s(comm, lambda n=n: _multiply(model, few_matrices, n))  # type: ignore[misc]
+        rates.append(2 * n * n_values / multiply_s)
+    own_rates = torch.tensor(rates, dtype=torch.float64)
     exchange_rates = _exchange(engine, n_rows) if comm.size > 1 else (None, None)
-    return [RankRates(*rates, *exchange_rates) for rates in comm.all_gather(own_rates).tolist()]
+    return [RankRates(*of_rank, *exchange_rates) for of_rank in comm.all_gather(own_rates).tolist()]
 
 
 def _exchange(engine: Engine, n_rows: int) -> tuple[float, float]:

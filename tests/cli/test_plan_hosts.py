@@ -37,6 +37,19 @@ def cpu_hosts(folder: Path, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
+def test_pieces_of_a_pipeline_have_their_own_rate_of_products(capsys, tmp_path):
+    """A piece has 64 of the 512 tokens of a step; a step without stages has one of 512."""
+    prefill_s = {}
+    for rate in (3e10, 1.5e10):
+        name = calibrated(tmp_path, f"{rate}.json", 4e9, piece_operations_per_s=rate)
+        hosts = [{"ranks": 1, "calibration": name, "link": LINK}] * 2
+        for pp in ("1", "2"):
+            steps = plan(capsys, *written(tmp_path, hosts), "--pp", pp)["predicted"]["steps"]
+            prefill_s[rate, pp] = steps["prefill"]["arithmetic_s"]
+    assert prefill_s[1.5e10, "2"] == pytest.approx(2 * prefill_s[3e10, "2"], rel=1e-9)
+    assert prefill_s[1.5e10, "1"] == prefill_s[3e10, "1"]
+
+
 def test_hosts_and_calibration_may_be_pipes_of_the_shell(tmp_path):
     """Two readers of one command line, such as two ranks, both get the content of a pipe."""
     hosts = json.dumps([{"ranks": 2}])
