@@ -80,11 +80,13 @@ def args_from_gguf(header: GGUFHeader) -> ModelArgs:
 
 def _family(header: GGUFHeader, arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
     """The family of an architecture; llama has one with experts and one without."""
+    fields = Fields(header.fields)
     forms = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
     for family, form in sorted(forms, key=lambda each: each[1].needs is None):
-        is_family = form.needs in (None, *header.tensors) or f"{arch}.{form.needs}" in header.fields
         names = form.architecture, form.also_read
-        if is_family and arch in names and form.has_experts == has_experts:
+        if arch not in names or form.has_experts != has_experts:
+            continue
+        if form.needs is None or form.needs in header.tensors or fields.has(f"{arch}.{form.needs}"):
             return family, form
     known = sorted(
         {name for _, form in forms for name in (form.architecture, form.also_read) if name}

@@ -35,7 +35,8 @@ _SIZES = "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "voc
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _OLD_LAYER_TYPES = {"attention": _FULL}
 
-# In a model of text and images: keys outside of text_config that apply to the text part too.
+# In a model of text and images: keys beside text_config that apply to the text part too. As in
+# transformers, they override keys within text_config.
 _OF_TEXT_TOO = "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings"
 
 # Activations by transformers' names; the first name of each is written.
@@ -131,7 +132,7 @@ def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     logger.warning("only the text part of %r is loaded; images cannot be read", model_type)
     shared = {key: values[key] for key in _OF_TEXT_TOO if key in values}
-    return {**shared, **text, "model_type": family.name, "architectures": [family.architecture]}
+    return {**text, **shared, "model_type": family.name, "architectures": [family.architecture]}
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:

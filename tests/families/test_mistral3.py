@@ -38,10 +38,14 @@ VISION = {
 
 
 def write_whole(text: Path, folder: Path) -> Path:
-    """Saves a model of text and images with this text part, as transformers does."""
+    """Saves a model of text and images with this text part, as transformers does.
+
+    Whether it is tied stands beside text_config; the key within text_config has no effect.
+    """
     own = AutoConfig.from_pretrained(text)
+    part = {**own.to_dict(), "tie_word_embeddings": not own.tie_word_embeddings}
     config = Mistral3Config(
-        text_config=own.to_dict(), vision_config=VISION, tie_word_embeddings=own.tie_word_embeddings
+        text_config=part, vision_config=VISION, tie_word_embeddings=own.tie_word_embeddings
     )
     whole = Mistral3ForConditionalGeneration(config).double()
     weights = load_file(text / "model.safetensors")
