@@ -84,7 +84,7 @@ _SAME_FACTOR = 1e-4
 def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     """The arguments of HF's config.json, with transformers' defaults for missing keys.
 
-    The sizes of the model have no defaults.
+    In most families the sizes of the model have no defaults.
 
     Raises: UsageError as in `load_model_args`.
     Source: transformers 5.23, its configurations of the families.
@@ -138,7 +138,8 @@ def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """The sizes of the model; the family's features may override them."""
     dim_key, heads_key, head_key = (family.key(name) for name in ("dim", "n_heads", "head_dim"))
-    dim, n_heads = require_size("dim", fields.integer(dim_key)), fields.integer(heads_key)
+    dim = require_size("dim", fields.integer(dim_key))
+    n_heads = fields.integer(heads_key, family.defaults.get("n_heads"))
     # If head_dim or n_kv_heads is null, it follows from the other sizes, not from the family.
     head_dim = None if head_key in fields.values else family.defaults.get("head_dim")
     if fields.has(head_key):
@@ -161,7 +162,7 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
         "n_kv_heads": fields.integer(kv_key, n_kv_heads),
         "head_dim": head_dim,
         "ffn_dim": fields.integer(family.key("ffn_dim"), family.defaults.get("ffn_dim")),
-        "vocab_size": fields.integer(family.key("vocab_size")),
+        "vocab_size": fields.integer(family.key("vocab_size"), family.defaults.get("vocab_size")),
         "norm_eps": fields.number(family.key("norm_eps"), family.defaults.get("norm_eps", 1e-6)),
         "max_seq_len": fields.integer(family.key("max_seq_len"), max_seq_len),
         "tied_embeddings": _is_tied(fields, family),

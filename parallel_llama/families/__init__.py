@@ -96,7 +96,6 @@ MISSING = {
     "nemotron_h": _STATE,
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _OLD_FALCON),
-    "gemma3": f"{_IMAGES}; use a text-only form of it (gemma3_text)",
     "t5": "it has an encoder, and only decoders are supported",
 }
 

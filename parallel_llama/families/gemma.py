@@ -207,7 +207,17 @@ GEMMA3 = Family(
     keys=GEMMA2.keys,
     full_layers=_every_sixth,
     has_local_rope=True,
-    defaults={**GEMMA2.defaults, "max_seq_len": 131072, "rope_theta": 1000000.0},
+    # The published 4B has no key for the first two.
+    defaults={
+        **GEMMA2.defaults,
+        "n_heads": 8,
+        "vocab_size": 262208,
+        "max_seq_len": 131072,
+        "rope_theta": 1000000.0,
+    },
+    multimodal="gemma3",
+    text_prefix="language_model.",
+    other_parts=("vision_tower.", "multi_modal_projector."),
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
     gguf=GGUFForm(
         "gemma3",

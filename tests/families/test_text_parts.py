@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and Ministral 3: published as models of text and images."""
+"""Mistral Small 3.1, Ministral 3 and Gemma 3: published as models of text and images."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from family_models import SMALL
+from gguf_models import MODELS as GGUF_MODELS
 from parity_steps import cut_logits
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, write_hf
-from transformers import AutoConfig, Mistral3Config, Mistral3ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 from transformers_oracle import reference_logits
 
 from parallel_llama.config.hf import args_from_hf
@@ -24,9 +31,9 @@ TEXTS = {
     "mistral, tied": replace(TINY_MODELS["8/2 mistral"], tied=True, own={"sliding_window": None}),
     "ministral3": SMALL["ministral3"],
     "ministral3, tied": SMALL["ministral3, window, tied"],
+    "gemma3": GGUF_MODELS["gemma3"],
 }
 VISION = {
-    "model_type": "pixtral",
     "hidden_size": 8,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -44,10 +51,14 @@ def write_whole(text: Path, folder: Path) -> Path:
     """
     own = AutoConfig.from_pretrained(text)
     part = {**own.to_dict(), "tie_word_embeddings": not own.tie_word_embeddings}
-    config = Mistral3Config(
-        text_config=part, vision_config=VISION, tie_word_embeddings=own.tie_word_embeddings
-    )
-    whole = Mistral3ForConditionalGeneration(config).double()
+    shared = {"text_config": part, "tie_word_embeddings": own.tie_word_embeddings}
+    if own.model_type == "gemma3_text":
+        vision = {**VISION, "model_type": "siglip_vision_model"}
+        config = Gemma3Config(**shared, vision_config=vision, mm_tokens_per_image=1)
+        whole = Gemma3ForConditionalGeneration(config).double()
+    else:
+        config = Mistral3Config(**shared, vision_config={**VISION, "model_type": "pixtral"})
+        whole = Mistral3ForConditionalGeneration(config).double()
     weights = load_file(text / "model.safetensors")
     body = {n.removeprefix("model."): w for n, w in weights.items() if n != "lm_head.weight"}
     whole.model.language_model.load_state_dict(body)
@@ -136,6 +147,28 @@ def test_missing_keys_have_the_defaults_of_transformers():
     args = args_from_hf({"model_type": "ministral3", **SIZES})
     assert args == args_from_hf({**stated, "dtype": "float32"})
     assert (args.rope_theta, args.rope_scaling.factor, args.query_scale) == (1e6, 16.0, 0.1)
+
+
+def test_published_config_of_gemma_3_4b_is_read():
+    """It has no key for the number of heads and the size of the vocabulary."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    args = args_from_hf({"model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16"})
+    stated = AutoConfig.for_model(**text)
+    assert (args.n_heads, args.n_kv_heads, args.head_dim, args.vocab_size) == (
+        stated.num_attention_heads,
+        stated.num_key_value_heads,
+        stated.head_dim,
+        stated.vocab_size,
+    )
+    assert (args.rope_scaling.factor, args.rope_theta, args.local_rope_theta) == (8.0, 1e6, 1e4)
+    assert args.full_layers == (5, 11, 17, 23, 29) and args.tied_embeddings
 
 
 @pytest.mark.parametrize(
