@@ -50,6 +50,12 @@ ROTARY_PART = "partial_rotary_factor"
 QUERY_SCALE = "llama_4_scaling_beta"  # among the rope settings
 ROTATED, ROTATED_INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
+# The names of tensors in most models of text and images, such as LLaVA.
+LLAVA_PARTS: Mapping[str, Any] = {
+    "text_prefix": "language_model.",
+    "other_parts": ("vision_tower.", "multi_modal_projector."),
+}
+
 FullLayers = Callable[[Fields, int], Iterable[int]]
 
 

@@ -11,7 +11,14 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import HALF_IN_GGUF, Family, GGUFForm, every_second, layer_types
+from parallel_llama.families.family import (
+    HALF_IN_GGUF,
+    LLAVA_PARTS,
+    Family,
+    GGUFForm,
+    every_second,
+    layer_types,
+)
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -216,8 +223,7 @@ GEMMA3 = Family(
         "rope_theta": 1000000.0,
     },
     multimodal="gemma3",
-    text_prefix="language_model.",
-    other_parts=("vision_tower.", "multi_modal_projector."),
+    **LLAVA_PARTS,
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
     gguf=GGUFForm(
         "gemma3",

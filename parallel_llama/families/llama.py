@@ -14,6 +14,7 @@ from typing import Any
 
 from parallel_llama.families.family import (
     BIASES,
+    LLAVA_PARTS,
     QUERY_SCALE,
     Family,
     GGUFForm,
@@ -35,11 +36,7 @@ def _mixtral_features(fields: Fields) -> dict[str, Any]:
 
 
 # Models of text and images with a text part of Mistral or Ministral 3.
-_IN_MISTRAL3: dict[str, Any] = {
-    "multimodal": "mistral3",
-    "text_prefix": "language_model.",
-    "other_parts": ("vision_tower.", "multi_modal_projector."),
-}
+_IN_MISTRAL3: dict[str, Any] = {"multimodal": "mistral3", **LLAVA_PARTS}
 
 LLAMA = Family(
     name="llama",
