@@ -24,6 +24,11 @@ def are_alike(rates: Sequence[float]) -> bool:
     return max(rates) <= _MAX_RATIO * min(rates)
 
 
+def equal_part(rates: Sequence[float | None], n_ranks: int) -> float | None:
+    """The rate of each of `n_ranks` ranks with the sum of these rates; None if one is not known."""
+    return sum(filter(None, rates)) / n_ranks if all(rates) else None
+
+
 @dataclass(frozen=True)
 class Rates:
     """The rates that a rank reaches.
@@ -77,18 +82,11 @@ class Hardware:
             return self.ranks
         if not self.is_shared or len(self.ranks) == n_ranks:
             return self.ranks[rank]
-        products, piece_products = (
-            sum(filter(None, each)) / n_ranks if all(each) else None
-            for each in (
-                [rates.products for rates in self.ranks],
-                [rates.piece_products for rates in self.ranks],
-            )
-        )
         return Rates(
             sum(rates.weights for rates in self.ranks) / n_ranks,
             sum(rates.kv for rates in self.ranks) / n_ranks,
-            products,
-            piece_products,
+            equal_part([rates.products for rates in self.ranks], n_ranks),
+            equal_part([rates.piece_products for rates in self.ranks], n_ranks),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from parallel_llama.cli.calibration import Calibration, RankEntry, merged, read_calibration
-from parallel_llama.cli.hardware import EXCHANGE_S, Hardware
+from parallel_llama.cli.hardware import EXCHANGE_S, Hardware, equal_part
 from parallel_llama.cli.parsers import GPU, byte_size, gpu_list
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.bounded_files import read_again
@@ -197,8 +197,7 @@ def _rates_for(calibration: Calibration, n_ranks: int) -> Calibration:
         return calibration
     read = sum(rank.read_bytes_per_s for rank in calibration.ranks) / n_ranks
     operations = sum(rank.operations_per_s for rank in calibration.ranks) / n_ranks
-    pieces = [rank.piece_operations_per_s for rank in calibration.ranks]
-    of_pieces = sum(filter(None, pieces)) / n_ranks if all(pieces) else None
+    of_pieces = equal_part([rank.piece_operations_per_s for rank in calibration.ranks], n_ranks)
     first = calibration.ranks[0]
     entry = RankEntry(read, operations, of_pieces, first.exchange_s, first.link_bytes_per_s)
     return replace(calibration, ranks=(entry,) * n_ranks)

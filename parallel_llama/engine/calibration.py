@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def measure_rates(engine: Engine) -> list[RankRates]:
     few_matrices = dict(list(matrices.items())[:_N_MATRICES])
     n_values = sum(weight.n_outputs * weight.n_inputs for weight in few_matrices.values())
     for n in (n_rows, MIN_PIECE_TOKENS):
-        multiply_s = _median_s(comm, lambda n=n: _multiply(model, few_matrices, n))  # type: ignore[misc]
+        multiply_s = _median_s(comm, partial(_multiply, model, few_matrices, n))
         rates.append(2 * n * n_values / multiply_s)
     own_rates = torch.tensor(rates, dtype=torch.float64)
     exchange_rates = _exchange(engine, n_rows) if comm.size > 1 else (None, None)

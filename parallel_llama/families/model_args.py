@@ -406,7 +406,7 @@ class ModelArgs:
 
     @property
     def first_scaled_position(self) -> int | None:
-        """The first position whose queries are scaled in some layers; None without scaling."""
+        """The first position at which some layers scale the queries; None if no layer does."""
         if self.query_scale == 0 or not (self.scales_all_queries or self.unrotated_layers):
             return None
         return self.query_scale_step - (not self.scales_all_queries)
