@@ -70,7 +70,7 @@ KVSplit = Literal["heads", "sequence"]
 
 # With this many tokens, the products of a piece of a step take longer than reading the weights.
 MIN_PIECE_TOKENS = 64
-# With more pieces the stages are idle for less time, but each piece is broadcast to all ranks after
+# With more pieces the stages are idle for less time, but each piece is sent to all ranks after
 # every stage.
 MAX_PIECES_PER_STAGE = 4
 

@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from launch.soak.linked_hosts import ROOT, Link, LinkedHosts, NotPossible, run
+from parallel_llama.cli.model import args_of
+from parallel_llama.files.model_files import find_model
+from parallel_llama.plan import count_pieces
+
+BYTES_PER_VALUE = {"none": 4, "int8": 1, "int4": 0.5}
 
 ECHO = """
 import socket
@@ -45,10 +50,12 @@ def speed(flags: argparse.Namespace) -> int:
         ):
             predicted, latency_us = plan(flags, layout, hosts, Path(name))
             measured = bench(flags, layout, hosts)
+            sent = sum(hosts.received()) / 1e9
+            switched = f"{sent:.1f} GB sent, which took {hosts.switch_s():.1f} s of CPU time"
         print(
             f"{'+'.join(map(str, layout))}, {flags.model}, quant {flags.quant}, pp {flags.pp}, "
             f"{latency_us:.0f} us, {flags.gbit:g} Gbit/s, "
-            f"load average {load:.1f} at the beginning"
+            f"load average {load:.1f} at the beginning; {switched}"
         )
         for what in ("prefill", "decode"):
             key = f"{what}_tokens_per_s"
@@ -67,7 +74,7 @@ def plan(
     """The prediction of `plan --hosts`, and the measured latency of the link."""
     latency_us = measured_latency_us(hosts)
     link = {"latency_us": latency_us, "gbit_per_s": flags.gbit}
-    rates, entries = calibrate(flags, layout, folder), []
+    (rates, added_s), entries = calibrate(flags, layout, folder), []
     for number, n_ranks in enumerate(layout):
         begin = 0 if flags.pp > 1 else sum(layout[:number])
         own = {**rates, "ranks": rates["ranks"][begin : begin + n_ranks]}
@@ -79,7 +86,8 @@ def plan(
     said = json.loads(parallel_llama("plan", *own_flags, *of_model(flags)))
     if said["predicted"] is None:
         raise NotPossible(f"plan predicts no speed: {said['unpredicted']}")
-    return said["predicted"], latency_us
+    decode = said["predicted"]["decode_tokens_per_s"]
+    return {**said["predicted"], "decode_tokens_per_s": decode / (1 + decode * added_s)}, latency_us
 
 
 def measured_latency_us(hosts: LinkedHosts) -> float:
@@ -91,23 +99,49 @@ def measured_latency_us(hosts: LinkedHosts) -> float:
     return statistics.median(map(float, times_s.split())) * 1e6
 
 
-def calibrate(flags: argparse.Namespace, layout: Sequence[int], folder: Path) -> dict[str, Any]:
-    """The rates of the ranks that work at once.
+def calibrate(
+    flags: argparse.Namespace, layout: Sequence[int], folder: Path
+) -> tuple[dict[str, Any], float]:
+    """The rates of the ranks, and the seconds that these hosts add to a decode step of a pipeline.
 
-    The stages of a pipeline decode one after another, so the ranks of one stage measure alone. In a
-    prefill all stages multiply at once, and compete for the memory of this machine.
+    Without stages, all ranks measure at once. The stages of a pipeline decode one after another,
+    so the ranks of one stage measure alone. But unlike real hosts, these share cores and memory:
+    in a prefill, the stages that work in a tick share the cores, and after a decode step all ranks
+    read the output layer at once.
     """
     if flags.pp == 1:
-        return rates_on(flags, folder, range(sum(layout)))
-    rates = rates_on(flags, folder, range(max(layout)))
-    ranks = [range(sum(layout[:host]), sum(layout[: host + 1])) for host in range(len(layout))]
-    with ThreadPoolExecutor(len(layout)) as pool:
-        together = list(pool.map(lambda own: rates_on(flags, folder, own), ranks))
+        return rates_on(flags, folder, range(sum(layout))), 0.0
+    n_own, n_cores = max(layout), len(os.sched_getaffinity(0))
+    rates = rates_on(flags, folder, range(n_own))
+    at_once = [range(first, first + n_own) for first in range(0, max(n_cores, n_own), n_own)]
+    with ThreadPoolExecutor(len(at_once)) as pool:
+        together = [
+            rank
+            for host in pool.map(lambda ranks: rates_on(flags, folder, ranks), at_once)
+            for rank in host["ranks"]
+        ]
+    crowding = ranks_per_core(flags, n_own, n_cores)
     for key in ("operations_per_s", "piece_operations_per_s"):
-        slowest = min(rank[key] for host in together for rank in host["ranks"])
+        slowest = min(rank[key] for rank in together)
         for rank in rates["ranks"]:
-            rank[key] = slowest
-    return rates
+            rank[key] = slowest / crowding
+    alone = statistics.mean(rank["read_bytes_per_s"] for rank in rates["ranks"]) * sum(layout)
+    added_s = 1 / sum(rank["read_bytes_per_s"] for rank in together) - 1 / alone
+    return rates, head_bytes(flags) * added_s
+
+
+def ranks_per_core(flags: argparse.Namespace, n_own: int, n_cores: int) -> float:
+    """The mean over the ticks of a prefill step; at least 1 in each tick."""
+    n_pieces = count_pieces(flags.prompt_tokens, flags.pp)
+    n_ticks = n_pieces + flags.pp - 1
+    running = (min(tick + 1, n_ticks - tick, n_pieces, flags.pp) for tick in range(n_ticks))
+    return statistics.mean(max(1.0, n_stages * n_own / n_cores) for n_stages in running)
+
+
+def head_bytes(flags: argparse.Namespace) -> float:
+    """The bytes of the output layer, without the scales of groups."""
+    args = args_of(find_model(flags.model))
+    return BYTES_PER_VALUE[flags.quant] * args.vocab_size * args.dim
 
 
 def rates_on(flags: argparse.Namespace, folder: Path, ranks: range) -> dict[str, Any]:

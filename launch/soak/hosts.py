@@ -1,6 +1,6 @@
 """Runs models on network namespaces as hosts: compares answers, and the speed that plan predicts.
 
-    python -m launch.soak.hosts answers --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 1000] [--seed 1]
+    python -m launch.soak.hosts answers --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 1000] [--pp 2]
     python -m launch.soak.hosts commands --hosts 1+1,2+1,2+2,1+1+1+1+1 [--requests 100] [--seed 1]
     python -m launch.soak.hosts faults --hosts 1+1,2+1,1+1+1 [--runs 40] [--seed 1]
     python -m launch.soak.hosts speed --hosts 1+1 [--quant int8] [--delay-us 300] [--pp 2]
@@ -31,8 +31,9 @@ from launch.soak.tally import Tally
 
 SERVE = "serve", "--exact", "--port=0", "--start-timeout=300"
 N_STREAMS = 16
-# Exact sums exchange the inputs and outputs of two matrices in each layer. For each new token, a
-# host must receive at least this fraction of what it needs of one row of these tensors.
+# Exact sums exchange the inputs and outputs of two matrices in each layer, and pipelines exchange
+# the result of each stage. For each new token, a host must receive at least this fraction of what
+# it needs of one row of these tensors.
 LEAST_PART = 0.5
 END_LIMIT_S = 60
 
@@ -58,6 +59,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for each in (of_answers, of_commands, of_faults, of_speed):
         each.add_argument("--hosts", default="2+1", help="layouts, such as 1+1,2+1", type=layouts)
     for each in (of_answers, of_commands, of_speed):
+        each.add_argument("--pp", type=int, default=1)
         each.add_argument("--delay-us", type=float, default=100)
         each.add_argument("--gbit", type=float, default=1)
     for each in (of_answers, of_commands):
@@ -69,7 +71,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     of_faults.add_argument("--seed", type=int, default=1)
     of_speed.add_argument("--model", default="llama-3.2-1b")
     of_speed.add_argument("--quant", default="none", choices=("none", "int8", "int4"))
-    of_speed.add_argument("--pp", type=int, default=1)
     of_speed.add_argument("--prompt-tokens", type=int, default=512)
     of_speed.add_argument("--max-tokens", type=int, default=32)
     of_speed.add_argument("--repeat", type=int, default=3)
@@ -89,12 +90,13 @@ def answers(flags: argparse.Namespace) -> int:
     link = Link(flags.delay_us, flags.gbit, flags.loss, flags.seed)
     with tempfile.TemporaryDirectory() as folder:
         model = tiny(Path(folder)) if flags.model == "tiny" else flags.model
-        expected, *_ = answered(requests, [1], link, model)
+        expected, *_ = answered(requests, [1], link, model, 1)
         n_tokens = sum(choice["tokens"] for answer in expected for choice in answer)
         for layout in flags.hosts:
-            found, received = answered(requests, layout, link, model)
+            found, received = answered(requests, layout, link, model, flags.pp)
             n_equal = sum(a == b for a, b in zip(expected, found, strict=True))
-            least = [LEAST_PART * n_tokens * each for each in bytes_per_row(model, layout)]
+            per_row = bytes_per_row(model, layout, flags.pp)
+            least = [LEAST_PART * n_tokens * each for each in per_row]
             is_linked = all(a >= b for a, b in zip(received, least, strict=True))
             line = f"{'+'.join(map(str, layout))}: {n_equal} of {len(requests)} answers are equal"
             per_token = ", ".join(f"{each / n_tokens / 1024:.1f}" for each in received)
@@ -122,7 +124,7 @@ def commands(flags: argparse.Namespace) -> int:
             command = *verb, "--exact", "--json", "--start-timeout=300", f"--model={model}"
             expected = printed(command, [1], link)
             for layout in flags.hosts:
-                found = printed(command, layout, link)
+                found = printed([*command, f"--pp={flags.pp}"], layout, link)
                 n_equal = sum(a == b for a, b in zip(expected, found, strict=True))
                 line = f"{verb[0]}, {'+'.join(map(str, layout))}: {n_equal} of {len(expected)} "
                 tally.add(n_equal == len(expected), line + "lines are equal")
@@ -151,10 +153,10 @@ def random_request(rng: random.Random) -> dict[str, Any]:
 
 
 def answered(
-    requests: Sequence[dict[str, Any]], layout: Sequence[int], link: Link, model: str
+    requests: Sequence[dict[str, Any]], layout: Sequence[int], link: Link, model: str, pp: int
 ) -> tuple[list[Any], list[int]]:
     """The choices for each request, and the bytes that each host has received in this time."""
-    with served(layout, link, model) as (hosts, server):
+    with served(layout, link, f"--model={model}", f"--pp={pp}") as (hosts, server):
         before = hosts.received()
         with hosts.threads_on(0, N_STREAMS) as pool:
             replies = list(pool.map(lambda body: server.post("/v1/completions", **body), requests))
@@ -166,12 +168,12 @@ def answered(
 
 
 @contextmanager
-def served(layout: Sequence[int], link: Link, model: str) -> Iterator[tuple[LinkedHosts, Any]]:
+def served(layout: Sequence[int], link: Link, *more: str) -> Iterator[tuple[LinkedHosts, Any]]:
     """A server over hosts; at the end it gets SIGTERM, and all ranks must exit with code 0."""
     from served import Served
 
     with LinkedHosts(len(layout), link) as hosts:
-        first, *others = hosts.rank_commands(layout, *SERVE, f"--model={model}")
+        first, *others = hosts.rank_commands(layout, *SERVE, *more)
         with other_ranks(others, sum(layout)) as processes:
             server = Served(command=first, env=environment(sum(layout)))
             try:
@@ -183,14 +185,16 @@ def served(layout: Sequence[int], link: Link, model: str) -> Iterator[tuple[Link
                 server.stop()
 
 
-def bytes_per_row(model: str, layout: Sequence[int]) -> list[float]:
+def bytes_per_row(model: str, layout: Sequence[int], pp: int) -> list[float]:
     """The bytes that each host receives in the exchanges of a step, for each token of the step."""
     from parallel_llama.cli.model import args_of
     from parallel_llama.cli.prediction import exchanges
     from parallel_llama.files.model_files import find_model
 
-    size = sum(layout)
-    _, n_bytes = exchanges(args_of(find_model(model)), size, 4, is_exact=True)
+    size, args = sum(layout), args_of(find_model(model))
+    if pp > 1:  # the results of the other stages
+        return [4.0 * args.dim * (pp - 1)] * len(layout)
+    _, n_bytes = exchanges(args, size, 4, is_exact=True)
     return [n_bytes * (size - own) / max(size - 1, 1) for own in layout]
 
 

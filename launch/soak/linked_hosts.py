@@ -70,7 +70,7 @@ class LinkedHosts:
             held = [_hold(opened, *_UNSHARE, "sh", "-c", _PREPARE) for _ in range(n_hosts)]
             self._at = [f"/proc/{process.pid}/ns" for process in held]
             figures = map(str, (link.delay_us, link.gbit, link.loss, link.seed))
-            _hold(opened, switch, *figures, *(f"{at}/net" for at in self._at))
+            self._switch = _hold(opened, switch, *figures, *(f"{at}/net" for at in self._at))
             for host in range(n_hosts):
                 self.ip(host, "link", "set", "dev", "lo", "up")
                 self.ip(host, "addr", "add", f"{address(host)}/24", "dev", "link")
@@ -120,6 +120,11 @@ class LinkedHosts:
             (line,) = (line for line in said.splitlines() if line.strip().startswith("link:"))
             counts.append(int(line.partition(":")[2].split()[0]))
         return counts
+
+    def switch_s(self) -> float:
+        """The CPU time of the program that delays the packets."""
+        fields = Path(f"/proc/{self._switch.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def threads_on(self, host: int, n_threads: int) -> ThreadPoolExecutor:
         """Threads with the network of a host."""

@@ -311,8 +311,10 @@ def _handover_s(planned: Estimate, hardware: Hardware, n_rows: int, n_pieces: in
     assert hardware.exchange_s is not None and hardware.link is not None
     n_stages, n_ranks = len(planned.plan.stages), planned.plan.tp_size
     x_bytes = n_rows * planned.request.args.dim * ITEM_BYTES[planned.request.precision.computed]
-    # After each stage, x is sent to every rank of another host; the embedding uses a ring.
-    n_sent = n_ranks * (n_stages - 1) if hardware.messages else n_stages
+    # After each stage, x is sent to one rank of every other host, if it is small, or else to all of
+    # their ranks; the embedding uses a ring.
+    n_receivers = n_stages if x_bytes / n_pieces <= _MAX_DIRECT_BYTES else n_ranks
+    n_sent = n_receivers * (n_stages - 1) if hardware.messages else n_stages
     n_copies = n_sent + 2 * (n_ranks - 1) / n_ranks
     n_exchanges = n_pieces * n_stages + 2
     return n_exchanges * hardware.exchange_s + n_copies * x_bytes / hardware.link

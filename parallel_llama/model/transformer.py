@@ -9,7 +9,7 @@ sums, exchanges of inputs and outputs replace the all_reduces of row-parallel la
 `layers.RowCut`.
 
 In a pipeline the stages run their blocks one after another. A block's exchanges are within its
-stage, and after each stage its first rank broadcasts the residual stream to all ranks.
+stage, and after each stage all ranks receive the residual stream from its first rank.
 
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053; stages of layers,
 GPipe, arXiv 1811.06965.
@@ -165,8 +165,8 @@ class Transformer:
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] for the
         batch's rows: the last block runs wo and the feed-forward for these rows only.
         Collective: as the embedding and, in each block, `Attention` and the feed-forward; a
-        `ParallelBlock` has one `row_parallel_sum` instead of wo and w2. In a pipeline also a
-        broadcast after each stage.
+        `ParallelBlock` has one `row_parallel_sum` instead of wo and w2. In a pipeline also one
+        gather_columns after each stage.
         """
         return self.blocks(self.embedded(batch.tokens), batch, caches)
 
@@ -197,7 +197,7 @@ class Transformer:
     ) -> list[Tensor]:
         """Runs all blocks on pieces of a step: in tick t, stage s runs piece t - s.
 
-        At the end of a tick the stages broadcast their results in order, so all ranks call the same
+        At the end of a tick the stages send their results in order, so all ranks call the same
         collectives.
 
         Shapes: each piece and its result [T, dim] replicated; after the last stage [n, dim] if the
@@ -217,8 +217,16 @@ class Transformer:
                 elif rows is not None:
                     results[piece] = results[piece].new_empty(len(rows), results[piece].shape[1])
             for stage, piece in running if len(self.stages) > 1 else ():
-                results[piece] = self.ops.broadcast(results[piece], stage.ranks.start, self.comm)
+                results[piece] = self._received(results[piece], stage.ranks.start)
         return results
+
+    def _received(self, x: Tensor, src: int) -> Tensor:
+        """Returns the x of rank `src` on all ranks. Shapes: x and the result [T, dim].
+
+        The other ranks send no columns. gather_columns has a kernel, so decode steps can record it.
+        """
+        widths = [x.shape[1] if rank == src else 0 for rank in range(self.comm.size)]
+        return self.ops.gather_columns(x[:, : widths[self.comm.rank]], widths, self.comm)
 
     def _own_blocks(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None

@@ -275,14 +275,6 @@ class CPUOps(TorchOps):
             make_all_reduce(self._dtype, exchange.medium)(x, exchange, self._recording)
         return x
 
-    def broadcast(self, x: Tensor, src: int, comm: Communicator) -> Tensor:
-        if self._recording is None:
-            return super().broadcast(x, src, comm)
-        self._recording.host_call(
-            self._recording.deferred(x, lambda whole: comm.broadcast(whole, src))
-        )
-        return x
-
     def gather_columns(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
         if self._recording is None or comm.size == 1:
             return super().gather_columns(x, widths, comm)

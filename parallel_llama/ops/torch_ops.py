@@ -420,10 +420,6 @@ class TorchOps:
         """`comm.all_reduce` as an operator, which a recording can contain; in place."""
         return comm.all_reduce(x)
 
-    def broadcast(self, x: Tensor, src: int, comm: Communicator) -> Tensor:
-        """`comm.broadcast` as an operator; in place."""
-        return comm.broadcast(x, src)
-
     def gather_columns(self, x: Tensor, widths: Sequence[int], comm: Communicator) -> Tensor:
         """`comm.gather_columns` as an operator."""
         return comm.gather_columns(x, widths)

@@ -54,6 +54,10 @@ class Communicator(Protocol):
 
         Shapes: x [T, widths[rank]] local; the result, `out` if given, [T, sum(widths)] replicated.
         """
+        if max(widths) == sum(widths):  # one rank has all columns
+            whole = x.new_empty(len(x), sum(widths)) if out is None else out
+            src = widths.index(max(widths))
+            return self.broadcast(whole.copy_(x) if self.rank == src else whole, src)
         padded = x.new_empty(len(x), max(widths))  # all_gather needs equal shapes
         padded[:, : x.shape[1]] = x
         parts = [part[:, :n] for part, n in zip(self.all_gather(padded), widths, strict=True)]

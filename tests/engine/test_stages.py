@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from parallel_llama.memory import kv_bytes_per_token, values_of_stages, weight_b
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import stored_weights
 from parallel_llama.ops.cpu.jit import openmp
+from parallel_llama.ops.cpu.replay import Recording
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.stage_group import stage_group
@@ -79,11 +81,15 @@ def test_logits_of_stages_equal_transformers_and_have_the_bits_of_one_rank(folde
 
 def decoded(
     comm: Communicator, folder: Path, tokens: Sequence[int], cut: Mapping[str, Any]
-) -> tuple[Tensor, int]:
-    """Logits of a prompt and decode steps, and the number of recorded steps."""
+) -> tuple[Tensor, int, int]:
+    """Logits of a prompt and decode steps; the number of recorded steps and of their host calls."""
     runner = load_runner(comm, folder, len(tokens), cut)
-    logits = logits_in_pieces(runner, tokens, range(8, len(tokens)))
-    return logits, sum(step is not None for step in runner._calls._steps.values())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        host_call = Mock(side_effect=Recording.host_call)
+        monkeypatch.setattr(Recording, "host_call", lambda *args: host_call(*args))
+        logits = logits_in_pieces(runner, tokens, range(8, len(tokens)))
+    n_recorded = sum(step is not None for step in runner._calls._steps.values())
+    return logits, n_recorded, host_call.call_count
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -92,12 +98,13 @@ def test_recorded_decode_steps_of_processes_have_the_bits_of_one_rank(
 ):
     """Ranks of a stage use shared memory, whatever transport all ranks use together."""
     folder, tokens = folders["llama"], MODELS["llama"].tokens
-    alone, n_alone = decoded(Solo(), folder, tokens, {"exact": True})
+    alone, n_alone, _ = decoded(Solo(), folder, tokens, {"exact": True})
     assert n_alone > 0 or openmp() is None
     cut = {"exact": True, "pp": 2}
-    for logits, n_recorded in ranks(3, shared_memory).run(decoded, folder, tokens, cut):
+    for logits, n_recorded, n_calls in ranks(3, shared_memory).run(decoded, folder, tokens, cut):
         assert torch.equal(logits, alone)
         assert n_recorded == n_alone
+        assert n_calls == 0 or not shared_memory  # kernels exchange, unless through gloo
 
 
 def counts_of_a_step(comm: ThreadComm, folder: Path, pp: int) -> Counter[str]:

@@ -89,6 +89,10 @@ def exchange_all_kinds(
         assert comm.all_gather(torch.tensor([comm.rank > 0])).tolist() == [
             [rank > 0] for rank in range(size)
         ]
+        for n in (3, MAX_BYTES // 4):  # columns of one rank; the last are larger than one message
+            own = torch.full((2, n * (comm.rank == turn % size)), float(comm.rank))
+            sent = comm.gather_columns(own, [n * (rank == turn % size) for rank in range(size)])
+            assert torch.equal(sent, torch.full((2, n), float(turn % size)))
     halves = [normal(rank, 0, 64, dtype=torch.float16) for rank in range(size)]
     own = comm.all_reduce(halves[comm.rank].clone())
     assert torch.equal(own, sum(half.float() for half in halves).half())
