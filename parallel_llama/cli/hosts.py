@@ -82,6 +82,51 @@ class Hosts:
     def name(self, host: int) -> str:
         return self.hosts[host].name or f"host {host}"
 
+    @property
+    def slowest(self) -> set[int]:
+        """The hosts with the slowest rank, the longest latency and the slowest link.
+
+        Of equal hosts, the last: rank 0 is on the first.
+        """
+        found = set()
+        if self.links:
+            hosts = range(len(self.hosts))[::-1]
+            found.add(max(hosts, key=lambda host: self.links[host].latency_us))
+            found.add(min(hosts, key=lambda host: self.links[host].gbit_per_s))
+        if (speeds := self._speeds) is not None:
+            slowest = min(range(self.n_ranks)[::-1], key=speeds.__getitem__)
+            found.add(next(n for n, local_ranks in enumerate(self.ranks) if slowest in local_ranks))
+        return found
+
+    @property
+    def _speeds(self) -> Sequence[float] | None:
+        """The read rate of each rank; None if not known."""
+        if self.calibration is not None:
+            return [rank.read_bytes_per_s for rank in self.calibration.ranks]
+        rates = [gpu.bandwidth for gpu in self.gpus or ()]
+        return [rate for rate in rates if rate is not None] if rates and all(rates) else None
+
+    def without(self, host: int) -> "Hosts":
+        """The other hosts; there must be at least one."""
+        hosts = [number for number in range(len(self.hosts)) if number != host]
+        ranks = [rank for number in hosts for rank in self.ranks[number]]
+        counts = [len(self.ranks[number]) for number in hosts]
+        return Hosts(
+            tuple(
+                msgspec.structs.replace(self.hosts[number], name=self.name(number))
+                for number in hosts
+            ),
+            _consecutive(counts),
+            self.memory and tuple(self.memory[rank] for rank in ranks),
+            self.gpus and [self.gpus[rank] for rank in ranks],
+            self.calibration
+            and replace(
+                self.calibration,
+                ranks=tuple(self.calibration.ranks[rank] for rank in ranks),
+                n_files=len(hosts),
+            ),
+        )
+
     def with_links(self, hardware: Hardware | None) -> Hardware | None:
         """The hardware of the ranks, with exchanges over the links between the hosts.
 
@@ -162,13 +207,18 @@ def _hosts(hosts: Sequence[Host], folder: Path) -> Hosts:
         raise UsageError(f"the hosts have {sum(counts)} ranks; the maximum is {MAX_RANKS}")
     return Hosts(
         tuple(hosts),
-        tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0))),
+        _consecutive(counts),
         tuple(sizes) if gpus or hosts[0].memory is not None else None,
         gpus or None,
         merged(entries, [host.calibration or "" for host in hosts])
         if len(entries) == len(hosts)
         else None,
     )
+
+
+def _consecutive(counts: Sequence[int]) -> tuple[range, ...]:
+    """The ranks of hosts with these numbers of ranks."""
+    return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
 
 
 def _gpus(host: Host) -> list[GPU]:

@@ -4,7 +4,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from parallel_llama.cli import model
 from parallel_llama.cli.arguments import Flags
@@ -33,6 +33,18 @@ _PLACEMENTS = {
 _BAR_WIDTH = 18
 _SPEED = "predicted for each sequence, at the full context"
 _BOUND = "most that the memory bandwidth allows for each sequence, at the full context"
+
+
+@dataclass(frozen=True)
+class FewerHosts:
+    """A plan without some of the hosts.
+
+    Args:
+        left_out: the names of these hosts.
+    """
+
+    planned: Estimate
+    left_out: list[str]
 
 
 def title_lines(flags: Flags, request: PlanRequest) -> list[str]:
@@ -493,12 +505,26 @@ def other_stages_lines(other: Estimate | None) -> list[str]:
     if other is None or (predicted := predict(other)) is None:
         return []
     pp = other.request.pp
-    text = f"with --pp {pp}" if pp > 1 else "without --pp"
-    text += f", about {_rate(1 / predicted.full.total_s)} new tokens/s after "
-    text += f"{other.request.max_seq_len:,} tokens"
+    with_pp = f"with --pp {pp}" if pp > 1 else "without --pp"
+    return _line("otherwise", f"{with_pp}, {_speed_of(other, predicted)}")
+
+
+def fewer_hosts_lines(fewer: FewerHosts | None) -> list[str]:
+    """The hosts without which decoding is faster; empty if all hosts are useful."""
+    if fewer is None or (predicted := predict(fewer.planned)) is None:
+        return []
+    names = " and ".join(fewer.left_out)
+    return _line(
+        "leave out", f"{names}: the other hosts reach {_speed_of(fewer.planned, predicted)}"
+    )
+
+
+def _speed_of(planned: Estimate, predicted: Prediction) -> str:
+    text = f"about {_rate(1 / predicted.full.total_s)} new tokens/s after "
+    text += f"{planned.request.max_seq_len:,} tokens"
     if predicted.prefill_tokens_per_s is not None:
         text += f", and prompts at about {_rate(predicted.prefill_tokens_per_s)} tokens/s"
-    return _line("otherwise", text)
+    return text
 
 
 def range_lines(comparison: Comparison, price: float | None) -> list[str]:

@@ -766,7 +766,7 @@ def test_single_memory_size_applies_to_every_rank(capsys):
     ]
     assert plans[1:] == plans[:1] * 3
     in_range = plan_json(capsys, "--memory", "0.8", "--nproc", "3-4")["plans"][0]
-    of_one_plan = "largest_context", "largest_batch", "other_stages"
+    of_one_plan = "largest_context", "largest_batch", "other_stages", "fewer_hosts"
     largest = {key: plans[0][key] for key in of_one_plan}
     assert {"model": "smollm2", **in_range, "remedies": [], **largest} == plans[0]
 

@@ -252,6 +252,59 @@ def test_stage_over_two_hosts_is_refused(capsys, tmp_path):
     assert "--pp 2: ranks 0-1 are stage 0 and run on host 0 and fast" in said
 
 
+def three_hosts(folder: Path, rates: list[float], latency_us: float) -> list[dict[str, Any]]:
+    """One rank each; the last host has another latency."""
+    links = [LINK, LINK, LINK | {"latency_us": latency_us}]
+    return [
+        {"calibration": calibrated(folder, f"{n}.json", rate), "link": link, "ranks": 1}
+        for n, (rate, link) in enumerate(zip(rates, links, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rates", "latency_us", "left_out"),
+    [
+        ([4e9, 4e9, 4e9], 50, None),
+        ([4e9, 4e9, 4e9], 5000, ["host 2"]),
+        ([4e9, 4e9, 1e8], 50, ["host 2"]),
+        ([4e9, 1e8, 4e9], 50, ["host 1"]),
+        ([4e9, 1e8, 4e9], 50_000, ["host 2", "host 1"]),
+    ],
+)
+@pytest.mark.parametrize("pp", ["1", "3"])
+def test_hosts_that_slow_the_others_down_are_left_out(
+    capsys, tmp_path, rates, latency_us, left_out, pp
+):
+    """The remaining hosts have the plan and the prediction of a file without the others."""
+    hosts = three_hosts(tmp_path, rates, latency_us)
+    argv = "--pp", pp, "--quant", "none"
+    whole = plan(capsys, *written(tmp_path, hosts), *argv)
+    found, shown = whole["fewer_hosts"], page(capsys, *written(tmp_path, hosts), *argv)
+    if found is None:
+        assert "leave out" not in shown
+        assert left_out is None or pp == "3"  # a slow stage has few layers
+        return
+    assert found["left_out"] == left_out
+    assert f"leave out  {' and '.join(left_out)}: the other hosts reach about " in shown
+    kept = [host for n, host in enumerate(hosts) if f"host {n}" not in left_out]
+    alone = plan(
+        capsys, *written(tmp_path, kept), *argv[2:], "--pp", str(len(kept) if pp == "3" else 1)
+    )
+    assert found["predicted"] == alone["predicted"]
+    assert found["ranks"] == alone["ranks"]
+    speeds = [each["predicted"]["decode_tokens_per_s"] for each in (whole, alone)]
+    assert speeds[1] > 1.05 * speeds[0]
+
+
+def test_slow_host_whose_memory_is_needed_stays(capsys, tmp_path):
+    hosts = three_hosts(tmp_path, [4e9, 4e9, 1e8], 50)
+    for memory, is_needed in ((8, False), (0.58, True)):
+        own = [host | {"memory": memory} for host in hosts]
+        found = plan(capsys, *written(tmp_path, own), "--quant", "none")
+        assert found["fits"]
+        assert (found["fewer_hosts"] is None) == is_needed
+
+
 def test_default_cache_of_a_rank_is_a_part_of_the_memory_of_its_host(capsys, tmp_path):
     """Regression: the default was computed from the sum of the memory of all hosts."""
     hosts = [{"ranks": 1, "memory": n, "link": LINK} for n in (8, 1)]
