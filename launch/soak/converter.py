@@ -3,8 +3,8 @@
     python launch/soak/converter.py LLAMA_CPP < FILE
 
 Each line of FILE is a folder and the GGUF file to write, separated by a tab. The files have no
-tokenizer, because the converter accepts only tokenizers whose hash it knows. For each file, the
-program prints a line with its path. If the file was not written, a tab and the error follow.
+tokenizer: the converter knows the hashes of some tokenizers, and refuses all others. The program
+prints the path of each file on a line. If the file was not written, a tab and the error follow.
 
 This program does not import `parallel_llama`.
 """

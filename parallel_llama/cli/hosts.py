@@ -1,5 +1,6 @@
 """Reads the file of `plan --hosts`: hosts, their ranks, and the network between them. No torch."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -86,25 +87,18 @@ class Hosts:
     def slowest(self) -> set[int]:
         """The hosts with the slowest rank, the longest latency and the slowest link.
 
-        Of equal hosts, the last: rank 0 is on the first.
+        Several hosts with known rates. Of equal hosts, the last: rank 0 is on the first.
         """
-        found = set()
-        if self.links:
-            hosts = range(len(self.hosts))[::-1]
-            found.add(max(hosts, key=lambda host: self.links[host].latency_us))
-            found.add(min(hosts, key=lambda host: self.links[host].gbit_per_s))
-        if (speeds := self._speeds) is not None:
-            slowest = min(range(self.n_ranks)[::-1], key=speeds.__getitem__)
-            found.add(next(n for n, local_ranks in enumerate(self.ranks) if slowest in local_ranks))
-        return found
-
-    @property
-    def _speeds(self) -> Sequence[float] | None:
-        """The read rate of each rank; None if not known."""
         if self.calibration is not None:
-            return [rank.read_bytes_per_s for rank in self.calibration.ranks]
-        rates = [gpu.bandwidth for gpu in self.gpus or ()]
-        return [rate for rate in rates if rate is not None] if rates and all(rates) else None
+            rates = [rank.read_bytes_per_s for rank in self.calibration.ranks]
+        else:
+            rates = [gpu.bandwidth or math.inf for gpu in self.gpus or ()]
+        hosts = range(len(self.hosts))[::-1]
+        return {
+            min(hosts, key=lambda host: min(rates[rank] for rank in self.ranks[host])),
+            max(hosts, key=lambda host: self.links[host].latency_us),
+            min(hosts, key=lambda host: self.links[host].gbit_per_s),
+        }
 
     def without(self, host: int) -> "Hosts":
         """The other hosts; there must be at least one."""
