@@ -43,7 +43,7 @@ CUDA_ALLOWANCE = 1 << 30
 
 # Memory of a CPU process in addition to weights, cache and tensors of a step: 220 MiB for torch's
 # libraries and modules, 40 MiB for LLVM, the rest for our modules, the tokenizer and buffers.
-# Measured at 291 to 455 MiB, more in a run that compiles kernels; with SmolLM2 at 358 to 404 MiB.
+# Measured at 291 to 455 MiB in small models, and at 358 to 404 MiB with SmolLM2.
 PROCESS_BYTES = 380 << 20
 
 # By default KV caches take this fraction of the memory that is free after loading. On the CPU the

@@ -14,10 +14,10 @@ from typing import Any
 
 from launch.soak.linked_hosts import ROOT, Link, LinkedHosts, NotPossible, run
 from parallel_llama.cli.model import args_of
+from parallel_llama.dtypes import make_precision
 from parallel_llama.files.model_files import find_model
-from parallel_llama.plan import count_pieces
-
-BYTES_PER_VALUE = {"none": 4, "int8": 1, "int4": 0.5}
+from parallel_llama.memory import head_bytes
+from parallel_llama.plan import count_pieces, make_plan
 
 ECHO = """
 import socket
@@ -127,7 +127,7 @@ def calibrate(
             rank[key] = slowest / crowding
     alone = statistics.mean(rank["read_bytes_per_s"] for rank in rates["ranks"]) * sum(layout)
     added_s = 1 / sum(rank["read_bytes_per_s"] for rank in together) - 1 / alone
-    return rates, head_bytes(flags) * added_s
+    return rates, output_bytes(flags) * added_s
 
 
 def ranks_per_core(flags: argparse.Namespace, n_own: int, n_cores: int) -> float:
@@ -138,10 +138,11 @@ def ranks_per_core(flags: argparse.Namespace, n_own: int, n_cores: int) -> float
     return statistics.mean(max(1.0, n_stages * n_own / n_cores) for n_stages in running)
 
 
-def head_bytes(flags: argparse.Namespace) -> float:
-    """The bytes of the output layer, without the scales of groups."""
+def output_bytes(flags: argparse.Namespace) -> int:
+    """The bytes of the output layer."""
     args = args_of(find_model(flags.model))
-    return BYTES_PER_VALUE[flags.quant] * args.vocab_size * args.dim
+    (shard,) = make_plan(args, 1).shards
+    return head_bytes(args, shard, make_precision(args, "float32", "cpu", flags.quant))
 
 
 def rates_on(flags: argparse.Namespace, folder: Path, ranks: range) -> dict[str, Any]:
