@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.soak.linked_hosts import ROOT, Link, LinkedHosts, NotPossible, run
 from parallel_llama.cli.model import args_of
+from parallel_llama.cli.prediction import exchanges
 from parallel_llama.dtypes import make_precision
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import head_bytes
@@ -41,7 +42,11 @@ for _ in range(400):
 
 
 def speed(flags: argparse.Namespace) -> int:
-    """Prints the predicted and the measured speed of each layout. Returns: 0."""
+    """Prints the predicted and the measured speed of each layout. Returns: 0.
+
+    The program that delays packets runs on the cores of the ranks, unlike a real network. Its CPU
+    time is added to the predicted time of prefill, which exchanges nearly all the bytes.
+    """
     for layout in flags.hosts:
         load = os.getloadavg()[0]
         with (
@@ -50,8 +55,11 @@ def speed(flags: argparse.Namespace) -> int:
         ):
             predicted, latency_us = plan(flags, layout, hosts, Path(name))
             measured = bench(flags, layout, hosts)
-            sent = sum(hosts.received()) / 1e9
-            switched = f"{sent:.1f} GB sent, which took {hosts.switch_s():.1f} s of CPU time"
+            n_sent, switch_s = sum(hosts.received()), hosts.switch_s()
+        n_bytes = sum(bytes_per_row(flags.model, layout, flags.pp, is_exact=False))
+        added_s = n_bytes * switch_s / n_sent / len(os.sched_getaffinity(0))
+        lengthen(predicted, "prefill", added_s)
+        switched = f"{n_sent / 1e9:.1f} GB sent, which took {switch_s:.1f} s of CPU time"
         print(
             f"{'+'.join(map(str, layout))}, {flags.model}, quant {flags.quant}, pp {flags.pp}, "
             f"{latency_us:.0f} us, {flags.gbit:g} Gbit/s, "
@@ -86,8 +94,22 @@ def plan(
     said = json.loads(parallel_llama("plan", *own_flags, *of_model(flags)))
     if said["predicted"] is None:
         raise NotPossible(f"plan predicts no speed: {said['unpredicted']}")
-    decode = said["predicted"]["decode_tokens_per_s"]
-    return {**said["predicted"], "decode_tokens_per_s": decode / (1 + decode * added_s)}, latency_us
+    lengthen(said["predicted"], "decode", added_s)
+    return said["predicted"], latency_us
+
+
+def lengthen(predicted: dict[str, float], what: str, added_s: float) -> None:
+    """Adds seconds to the predicted time of each token."""
+    predicted[f"{what}_tokens_per_s"] = 1 / (1 / predicted[f"{what}_tokens_per_s"] + added_s)
+
+
+def bytes_per_row(model: str, layout: Sequence[int], pp: int, *, is_exact: bool) -> list[float]:
+    """Bytes that each host receives for each token of a step."""
+    size, args = sum(layout), args_of(find_model(model))
+    if pp > 1:  # the results of the other stages
+        return [4.0 * args.dim * (pp - 1)] * len(layout)
+    _, n_bytes = exchanges(args, size, 4, is_exact=is_exact)
+    return [n_bytes * (size - own) / max(size - 1, 1) for own in layout]
 
 
 def measured_latency_us(hosts: LinkedHosts) -> float:

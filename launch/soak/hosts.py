@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.soak.host_faults import faults
-from launch.soak.host_speed import speed
+from launch.soak.host_speed import bytes_per_row, speed
 from launch.soak.linked_hosts import Link, LinkedHosts, NotPossible, environment, other_ranks
 from launch.soak.tally import Tally
 
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     of_speed.add_argument("--model", default="llama-3.2-1b")
     of_speed.add_argument("--quant", default="none", choices=("none", "int8", "int4"))
     of_speed.add_argument("--prompt-tokens", type=int, default=512)
-    of_speed.add_argument("--max-tokens", type=int, default=32)
+    of_speed.add_argument("--max-tokens", type=int, default=128)
     of_speed.add_argument("--repeat", type=int, default=3)
     return parser.parse_args(argv)
 
@@ -95,7 +95,7 @@ def answers(flags: argparse.Namespace) -> int:
         for layout in flags.hosts:
             found, received = answered(requests, layout, link, model, flags.pp)
             n_equal = sum(a == b for a, b in zip(expected, found, strict=True))
-            per_row = bytes_per_row(model, layout, flags.pp)
+            per_row = bytes_per_row(model, layout, flags.pp, is_exact=True)
             least = [LEAST_PART * n_tokens * each for each in per_row]
             is_linked = all(a >= b for a, b in zip(received, least, strict=True))
             line = f"{'+'.join(map(str, layout))}: {n_equal} of {len(requests)} answers are equal"
@@ -183,19 +183,6 @@ def served(layout: Sequence[int], link: Link, *more: str) -> Iterator[tuple[Link
                 assert not any(codes), f"exit codes of the ranks: {codes}"
             finally:
                 server.stop()
-
-
-def bytes_per_row(model: str, layout: Sequence[int], pp: int) -> list[float]:
-    """The bytes that each host receives in the exchanges of a step, for each token of the step."""
-    from parallel_llama.cli.model import args_of
-    from parallel_llama.cli.prediction import exchanges
-    from parallel_llama.files.model_files import find_model
-
-    size, args = sum(layout), args_of(find_model(model))
-    if pp > 1:  # the results of the other stages
-        return [4.0 * args.dim * (pp - 1)] * len(layout)
-    _, n_bytes = exchanges(args, size, 4, is_exact=True)
-    return [n_bytes * (size - own) / max(size - 1, 1) for own in layout]
 
 
 def tiny(folder: Path) -> str:
