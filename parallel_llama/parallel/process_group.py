@@ -6,9 +6,9 @@ store; after a failure, the missing heartbeat shows which rank died.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -40,6 +40,7 @@ _IS_LOST = (
 )
 _ANSWER_S = 5.0  # a store that works answers in a millisecond
 _KEEPALIVE_S, _POLL_S = 1.0, 0.05
+_REPORTS_S = 3 * _DEAD_S  # for the other ranks to find the lost ranks, before rank 0 leaves
 _WAIT_POLL_S = 0.1
 
 _MAX_DIGITS = 18  # of a count
@@ -162,11 +163,14 @@ class ProcessGroup(Communicator):
             self._watchdog.require_not_aborted()
 
     def close(self) -> None:
+        self._heartbeats.end()
+        if self._watchdog is not None:
+            self._watchdog.end()
+        self._leave_group()
+
+    def _leave_group(self) -> None:
         if self._leave is not None:
             leave, self._leave = self._leave, None
-            self._heartbeats.end()
-            if self._watchdog is not None:
-                self._watchdog.end()
             leave()
 
     def _receive(self, x: Tensor, src: int) -> None:
@@ -184,10 +188,31 @@ class ProcessGroup(Communicator):
             yield
         except RuntimeError as error:
             self.require_not_aborted()
-            raise RankError(
-                f"{what} failed on rank {self.rank} of {self.size}: {self.culprits()} "
+            dead, culprits = self._dead_ranks()
+            message = (
+                f"{what} failed on rank {self.rank} of {self.size}: {culprits} "
                 f"({first_line(error, 200)}){self.evidence()}"
-            ) from error
+            )
+            self._await_other_reports(dead)
+            raise RankError(message) from error
+
+    def _await_other_reports(self, dead: Sequence[int]) -> None:
+        """Rank 0 waits until the other ranks have found the lost ranks, at most `_REPORTS_S`.
+
+        Rank 0 may own the store, and the other ranks need its heartbeats. Ranks that wait for rank
+        0 detect the failure when it has left the group.
+        """
+        with suppress(RankError):  # the store has ended
+            self._heartbeats.publish("report", 1)
+            if self.rank > 0:
+                return
+            if self._watchdog is None:
+                self._leave_group()
+            deadline = time.monotonic() + _REPORTS_S
+            while set(self._heartbeats.missing("report")) - set(dead):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL_S)
 
     def evidence(self, current: str = "") -> str:
         """Message lines with the current collective of this rank, and the folder of its stacks.
@@ -200,13 +225,17 @@ class ProcessGroup(Communicator):
 
     def culprits(self) -> str:
         """A sentence about the lost ranks; observes heartbeats for `_DEAD_S` seconds."""
+        return self._dead_ranks()[1]
+
+    def _dead_ranks(self) -> tuple[list[int], str]:
+        """As `culprits`, with the ranks."""
         try:
             dead = self._heartbeats.dead_ranks()
         except RankError as error:
-            return str(error)
+            return [], str(error)
         if dead:
-            return ranks_do(dead, *_IS_LOST)
-        return "every rank is alive, so one is late or in another collective"
+            return dead, ranks_do(dead, *_IS_LOST)
+        return [], "every rank is alive, so one is late or in another collective"
 
 
 class _Heartbeats:

@@ -333,6 +333,30 @@ def test_gloo_names_the_rank_that_has_died_or_is_stopped(number):
                 assert "of 3: rank 1 has died, is stopped or cannot be reached" in message
 
 
+def notice_late(comm: Communicator) -> tuple[float, float, str]:
+    """Rank 2 dies, and rank 1 calls the collective a second later."""
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0 if comm.rank == 1 else 0.0)
+    called_s = time.monotonic()
+    try:
+        while True:
+            comm.all_reduce(torch.ones(8))
+    except RankError as error:
+        return called_s, time.monotonic(), str(error)
+
+
+def test_rank_0_leaves_after_all_ranks_have_named_the_lost_rank():
+    """The heartbeats of all ranks end with the store, which rank 0 may own."""
+    with Ranks(3, False) as pool:
+        first, last, _ = pool.outcomes(notice_late, lost=[2])
+    for _, _, message in (first, last):
+        assert "of 3: rank 2 has died, is stopped or cannot be reached" in message
+    assert first[1] > last[0] + 1.5
+    assert last[1] - last[0] < SOON_S
+
+
 def lose_a_rank_while_idle(comm: Communicator) -> str:
     """Rank 1 dies, and the others check for it between collectives."""
     comm.barrier()
