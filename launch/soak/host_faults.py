@@ -279,7 +279,9 @@ def faults_of_ends(
     """What is wrong with the end of a run that has lost a host."""
     wrong = []
     victims = "|".join(map(str, run.victims))
-    named = re.compile(rf"rank ({victims})\b.*(is late|has ended|has died|cannot be reached)")
+    named = re.compile(
+        rf"ranks? (\d+, )*({victims})\b.*(is late|has ended|has died|cannot be reached)"
+    )
     for rank in set(range(run.size)) - set(run.victims):
         if codes[rank] != int(not run.elastic):
             wrong.append(f"rank {rank} has exit code {codes[rank]}: {said[rank]}")

@@ -79,6 +79,7 @@ def test_wrong_ends_after_a_fault_are_found():
     assert faults() == []
     assert faults(codes=(1, 0, None)) == [f"rank 1 has exit code 0: {says[1]}"]
     assert faults(ended_s=(3.0, None, None)) == [f"rank 1 ended too late: {says[1]}"]
+    assert faults(says=[says[0], "ranks 0, 2 have died, are stopped or cannot be reached"]) == []
     unnamed = faults(says=["rank 1 of 3 is late", says[1]])
     assert unnamed == ["rank 0 does not name a rank of the host: rank 1 of 3 is late"]
 
