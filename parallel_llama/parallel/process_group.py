@@ -193,14 +193,15 @@ class ProcessGroup(Communicator):
                 f"{what} failed on rank {self.rank} of {self.size}: {culprits} "
                 f"({first_line(error, 200)}){self.evidence()}"
             )
-            self._await_other_reports(dead)
+            self._exchange_reports(dead)
             raise RankError(message) from error
 
-    def _await_other_reports(self, dead: Sequence[int]) -> None:
-        """Rank 0 waits until the other ranks have found the lost ranks, at most `_REPORTS_S`.
+    def _exchange_reports(self, dead: Sequence[int]) -> None:
+        """Reports that this rank has found the lost ranks; rank 0 waits for the other reports.
 
-        Rank 0 may own the store, and the other ranks need its heartbeats. Ranks that wait for rank
-        0 detect the failure when it has left the group.
+        Rank 0 may own the store, where the other ranks read heartbeats, so rank 0 waits at most
+        `_REPORTS_S` seconds for them. It leaves the group first, so that ranks in a collective
+        with rank 0 detect the failure.
         """
         with suppress(RankError):  # the store has ended
             self._heartbeats.publish("report", 1)
@@ -228,7 +229,7 @@ class ProcessGroup(Communicator):
         return self._dead_ranks()[1]
 
     def _dead_ranks(self) -> tuple[list[int], str]:
-        """As `culprits`, with the ranks."""
+        """The ranks without a heartbeat in `_DEAD_S` seconds, and the sentence of `culprits`."""
         try:
             dead = self._heartbeats.dead_ranks()
         except RankError as error:
