@@ -23,7 +23,11 @@ from parallel_llama.config.adapter import adapter_digest
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.draft_model import DraftModel
 from parallel_llama.engine.engine import Engine
-from parallel_llama.engine.free_memory import give_back_memory, keep_freed_memory
+from parallel_llama.engine.free_memory import (
+    give_back_memory,
+    keep_freed_memory,
+    return_freed_memory,
+)
 from parallel_llama.engine.kv_capacity import Capacity, MemoryFor, memory_of
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import peak_cuda_bytes
@@ -139,7 +143,6 @@ class Ranks:
         self.regrouping: Callable[[], AbstractContextManager[object]] = nullcontext
         self._next_check_s = 0.0  # monotonic
         self._orders = orders
-        keep_freed_memory()
         if setup.size > 1:
             require_no_group()
         if is_started_as_rank():
@@ -554,6 +557,7 @@ class Ranks:
             keepalive()
             on_bytes(n_bytes)
 
+        return_freed_memory()
         with _loading(setup), started_thread() as thread:
             # The tokenizer is parsed mostly in another process, while this one reads weights.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
@@ -565,6 +569,7 @@ class Ranks:
                     self._draft_model = self._load_draft_model(setup.draft, comm, report_progress)
             tokenizer.result()
         give_back_memory()
+        keep_freed_memory()
         comm.barrier()
         return runner
 
