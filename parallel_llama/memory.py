@@ -41,10 +41,15 @@ MIN_WINDOW_FRACTION = Fraction(1, 4)
 # graphs. It is an estimate, not a measurement.
 CUDA_ALLOWANCE = 1 << 30
 
-# Memory of a CPU process in addition to weights, cache and tensors of a step: 220 MiB for torch's
-# libraries and modules, 40 MiB for LLVM, the rest for our modules, the tokenizer and buffers.
-# Measured at 291 to 455 MiB in small models, and at 358 to 404 MiB with SmolLM2.
-PROCESS_BYTES = 380 << 20
+# Memory of a CPU process in addition to weights, cache and tensors of a step: torch's libraries and
+# modules, LLVM, our modules and buffers. All constants below were measured with x86-64 builds.
+PROCESS_BYTES = 305 << 20
+# One of several ranks also has the threads and buffers with which it exchanges data.
+_EXCHANGE_BYTES = 22 << 20
+# For each token of the vocabulary: the tokenizer, which only rank 0 has.
+_TOKENIZER_BYTES = 600
+# The package gguf, and the header of a GGUF file, for each token of the vocabulary.
+_GGUF_BYTES, _GGUF_TOKEN_BYTES = 16 << 20, 270
 
 # By default KV caches take this fraction of the memory that is free after loading. On the CPU the
 # fraction is for all ranks of a host together; on a GPU it includes the working memory.
@@ -196,30 +201,37 @@ def working_bytes(
     n_drawn: int,
     device: str,
     max_seq_len: int,
+    *,
+    from_gguf: bool,
 ) -> int:
     """Bytes of a rank in addition to weights and KV cache, on its GPU or, for 'cpu', on the host.
 
     The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens of
-    sequences of up to `max_seq_len`), the logits of `n_drawn` rows, and PROCESS_BYTES. On a GPU,
-    the sum has three other terms instead of PROCESS_BYTES: CUDA_ALLOWANCE, the rotary tables, and
-    memory for quantised matrices that steps of many rows convert to the dtype of computation.
+    sequences of up to `max_seq_len`), the logits of `n_drawn` rows, and the memory of a process. On
+    a GPU, the sum has three other terms instead of the process: CUDA_ALLOWANCE, the rotary tables,
+    and memory for quantised matrices that steps of many rows convert to the dtype of computation.
+
+    Args:
+        from_gguf: whether the model's files are GGUF files; only the process needs to know.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
     attention = 2 * q_and_kv + shard.n_local_heads * args.head_dim  # rotated copies, and the output
     # Outputs of w1 and w3, input and output of the activation.
+    n_per_channel = 4 if args.gated else 3
     feed_forward, shared, dense = (
-        4 * len(channels) for channels in (shard.ffn, shard.shared_ffn, shard.dense_ffn)
+        n_per_channel * len(channels) for channels in (shard.ffn, shard.shared_ffn, shard.dense_ffn)
     )
     if shard.exact is not None and len(shard.exact.outputs) > 1:  # gathered inputs of wo and w2
         attention += args.n_heads * args.head_dim
         feed_forward += args.ffn_dim
         shared += args.shared_ffn_dim
         dense += args.dense_ffn_dim
-    if args.n_experts:
-        feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
-    if args.shared_ffn_dim:
-        feed_forward += shared + args.dim
+    if args.n_experts:  # the activation reads the output of w1 and w3 where it is
+        per_pair = feed_forward - len(shard.ffn) + 2 * args.dim
+        feed_forward = args.n_active_experts * per_pair
+    if args.shared_ffn_dim:  # it runs after the experts, whose sum is kept
+        feed_forward = max(feed_forward, shared + 2 * args.dim)
     in_attention = step_tokens * attention * item
     in_attention += _gathered_bytes(args, shard, precision, step_tokens, max_seq_len)
     block = max(in_attention, step_tokens * max(feed_forward, dense) * item)
@@ -227,11 +239,23 @@ def working_bytes(
     # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
     per_score = item + 3 * max(item, ITEM_BYTES["float32"])
     scores = n_drawn * len(shard.vocab) * per_score
-    allowance = PROCESS_BYTES
+    allowance = process_bytes(args, shard, from_gguf=from_gguf)
     if device == "cuda":
         converted = _converted_values(args, shard, precision) * item
         allowance = CUDA_ALLOWANCE + _rotary_bytes(args, precision) + converted
     return block + scores + allowance
+
+
+def process_bytes(args: ModelArgs, shard: Shard, *, from_gguf: bool) -> int:
+    """Bytes of a CPU rank for its process, without weights, cache and the tensors of a step."""
+    n_bytes = PROCESS_BYTES
+    if shard.stages[-1].ranks.stop > 1:
+        n_bytes += _EXCHANGE_BYTES
+    if shard.rank == 0:
+        n_bytes += _TOKENIZER_BYTES * args.vocab_size
+    if from_gguf:
+        n_bytes += _GGUF_BYTES + _GGUF_TOKEN_BYTES * args.vocab_size
+    return n_bytes
 
 
 def _gathered_bytes(

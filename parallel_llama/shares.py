@@ -42,6 +42,7 @@ def plan_with_shares(
     max_seq_len: int,
     step_tokens: int,
     pp: int = 1,
+    from_gguf: bool,
 ) -> ShardPlan:
     """The plan of all ranks, with shares of the model by memory or speed.
 
@@ -57,6 +58,7 @@ def plan_with_shares(
         speeds: the speed of each rank in any unit, None if the speeds are not known.
         device: 'cpu' or 'cuda'.
         pp: the number of stages of the pipeline.
+        from_gguf: as in `working_bytes`.
 
     Raises: UsageError if `speeds` is not one positive number per rank, or as `make_plan`.
     """
@@ -91,7 +93,16 @@ def plan_with_shares(
         cache_tokens = [blocks_held(n_tokens, 1, window, step_tokens) for window in windows]
         return [
             weight_bytes(shard, values[shard.stage])
-            + working_bytes(args, shard, precision, step_tokens, 1, device, max_seq_len)
+            + working_bytes(
+                args,
+                shard,
+                precision,
+                step_tokens,
+                1,
+                device,
+                max_seq_len,
+                from_gguf=from_gguf,
+            )
             + sum(map(mul, kv_bytes_per_token(args, shard, kv_format), cache_tokens))
             for shard in plan.shards
         ]

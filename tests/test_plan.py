@@ -423,7 +423,7 @@ def test_results_that_attention_gathers_from_all_ranks_are_counted():
 
     def working(max_seq_len: int, kv_split: KVSplit, *, exact: bool) -> int:
         shard = make_plan(args, 16, kv_split=kv_split, exact=exact).shards[0]
-        return working_bytes(args, shard, single, 512, 1, "cpu", max_seq_len)
+        return working_bytes(args, shard, single, 512, 1, "cpu", max_seq_len, from_gguf=False)
 
     lengths = 8192, 16384, 32768, 1 << 20, 1 << 21
     by_tokens = [working(length, "sequence", exact=True) for length in lengths]

@@ -24,6 +24,7 @@ def shares(memory: Sequence[int] | None, speeds: Sequence[float] | None) -> Shar
         plan_with_shares(
             ARGS, n_ranks, memory, speeds, PRECISION, FORM, "heads",
             exact=True, device="cpu", max_seq_len=N_TOKENS, step_tokens=STEP_TOKENS,
+            from_gguf=False,
         )  # fmt: skip
     own: Shares | None = made.call_args.args[2]
     return own
@@ -33,7 +34,7 @@ def needed(plan: ShardPlan) -> list[int]:
     values = values_by_form(ARGS, PRECISION, exact=True)
     return [
         weight_bytes(shard, values)
-        + working_bytes(ARGS, shard, PRECISION, STEP_TOKENS, 1, "cpu", N_TOKENS)
+        + working_bytes(ARGS, shard, PRECISION, STEP_TOKENS, 1, "cpu", N_TOKENS, from_gguf=False)
         + N_TOKENS * sum(kv_bytes_per_token(ARGS, shard, FORM))
         for shard in plan.shards
     ]

@@ -293,6 +293,7 @@ def estimate(request: PlanRequest) -> Estimate:
         max_seq_len=request.max_seq_len,
         step_tokens=request.step_tokens,
         pp=request.pp,
+        from_gguf=request.from_gguf,
     )
     values = values_of_stages(request.args, precision, plan)
     drafts = _draft_bytes(request)

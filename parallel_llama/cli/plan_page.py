@@ -19,7 +19,7 @@ from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted
 from parallel_llama.errors import counted
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Axis
-from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
+from parallel_llama.memory import CUDA_ALLOWANCE, process_bytes
 from parallel_llama.plan import ShardPlan
 
 _WIDTH = 80
@@ -356,8 +356,10 @@ def _rest(planned: Estimate) -> str:
             f"rotary tables, activations and scores of a step of {n_tokens} tokens, {converted}and "
             f"{size(CUDA_ALLOWANCE)} for CUDA's libraries and graphs"
         )
+    request = planned.request
+    process = process_bytes(request.args, planned.plan.shards[0], from_gguf=request.from_gguf)
     return (
-        f"a process of about {PROCESS_BYTES >> 20} MiB (torch, LLVM, the tokenizer), activations "
+        f"a process (about {process >> 20} MiB on rank 0: torch, LLVM, the tokenizer), activations "
         f"and scores of a step of {n_tokens} tokens"
     )
 

@@ -37,6 +37,7 @@ class PlanRequest:
         pp: the number of stages of the pipeline.
         adapters: LoRA adapters that the ranks hold in addition to the model.
         draft: the draft model; None without one. Its ranks are those of this request.
+        from_gguf: whether the model's files are GGUF files.
     """
 
     args: ModelArgs
@@ -58,6 +59,7 @@ class PlanRequest:
     pp: int = 1
     adapters: tuple[Adapter, ...] = ()
     draft: "PlanRequest | None" = None
+    from_gguf: bool = False
 
     @cached_property
     def precision(self) -> Precision:
@@ -90,6 +92,7 @@ class PlanRequest:
             n_drawn,
             self.device,
             self.max_seq_len,
+            from_gguf=self.from_gguf,
         )
 
     @property
@@ -179,4 +182,5 @@ def _model_request(
         "heads",
         flags[model.EXACT],
         context_length(args, flags[model.MAX_SEQ_LEN]),
+        from_gguf=files.kind == "gguf",
     )

@@ -165,6 +165,7 @@ class ModelSetup:
         """
         config = self.config
         memory = config.memory and [gib * GIB for gib in config.memory]
+        from_gguf = self.inputs.files.kind == "gguf"
         plan = plan_with_shares(
             self.args,
             n_shards,
@@ -178,6 +179,7 @@ class ModelSetup:
             max_seq_len=self.inputs.max_seq_len,
             step_tokens=STEP_TOKENS[self.kind],
             pp=config.pp,
+            from_gguf=from_gguf,
         )
         self.plan = plan if alone is None else plan.alone(alone)
         values = values_of_stages(self.args, self.precision, self.plan)
@@ -210,6 +212,7 @@ class ModelSetup:
                 n_drawn,
                 self.kind,
                 self.inputs.max_seq_len,
+                from_gguf=from_gguf,
             )
             for shard in self.plan.shards
         ]

@@ -609,8 +609,9 @@ def test_plan_counts_working_memory_of_gpus_and_cpu_ranks(capsys):
     asked = ["--model", "llama-3.1-8b", "--nproc", "2", "--dtype", "bfloat16"]
     on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
     on_cpu_step = 512 * (4 * 4096 + 4 * 7168 + 14336) * 4 + 64128 * 4 * 4  # one row of scores
-    expected = on_cpu_step + PROCESS_BYTES
-    assert [rank["working_bytes"] for rank in on_cpu["ranks"]] == [expected, expected]
+    expected = on_cpu_step + PROCESS_BYTES + (22 << 20)  # buffers of the exchange
+    tokenizer = 600 * 128256  # on rank 0
+    assert [rank["working_bytes"] for rank in on_cpu["ranks"]] == [expected + tokenizer, expected]
     working = on_cuda["ranks"][0]["working_bytes"]
     step = 4096 * (4 * 4096 + 4 * 7168) * 2  # tokens, numbers of each, bytes
     scores = 256 * 64128 * (2 + 3 * 4)
@@ -629,7 +630,8 @@ def test_plan_counts_working_memory_of_gpus_and_cpu_ranks(capsys):
     assert "rest       rotary tables, activations and scores of a step of 4096 tokens, and" in page
     assert "1.00 GiB for CUDA's libraries and graphs" in page
     page = plan_page(capsys, *asked, "--device", "cpu")
-    assert f"rest       a process of about {PROCESS_BYTES >> 20} MiB" in page
+    process = PROCESS_BYTES + (22 << 20) + tokenizer
+    assert f"rest       a process (about {process >> 20} MiB on rank 0: torch, LLVM" in page
 
 
 def test_plan_takes_cuda_only_where_each_rank_gets_a_gpu(capsys, monkeypatch):
@@ -786,7 +788,7 @@ def test_memory_without_nproc_plans_the_fewest_ranks_that_fit(capsys, memory):
 
 def test_page_names_fewest_ranks_and_need_with_one_fewer(capsys):
     page = plan_page(capsys, "--memory", "690MiB", "--quant", "none")
-    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 896.8 MiB" in page
+    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 900.6 MiB" in page
     page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16", "--quant", "none")
     assert "fewest     1 rank is enough in bfloat16" in page
     page = plan_page(capsys, "--memory", "80", "--pp", "2", "--quant", "none")
@@ -831,7 +833,7 @@ def test_range_with_memory_shows_which_numbers_of_ranks_fit(capsys):
     assert rows == list(zip("234", rooms, ("no", "yes", "no"), strict=True))
     assert "of these, 3 ranks are enough" in page
     none = plan_words(capsys, "--nproc", "1-2", *memory)
-    assert "none of these is enough; with 2, rank 0 needs 896.8 MiB and has 690.0 MiB;" in none
+    assert "none of these is enough; with 2, rank 0 needs 900.6 MiB and has 690.0 MiB;" in none
 
 
 def test_page_counts_replicated_kv_heads_as_copies(capsys):

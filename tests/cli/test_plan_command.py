@@ -172,7 +172,7 @@ PEAK = """if True:
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage counts in KiB on Linux")
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_peak_memory_of_a_cpu_rank_matches_the_plan(capsys, tmp_path, nproc):
-    """Regression: the 380 MiB that a process takes beside weights and cache were not counted."""
+    """Regression: the memory that a process takes beside weights and cache were not counted."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"tokens": [i % 997 + 100 for i in range(1000)]}))
     ranks = ["--nproc", nproc, "--device", "cpu", "--quant", "none"]
@@ -182,12 +182,12 @@ def test_peak_memory_of_a_cpu_rank_matches_the_plan(capsys, tmp_path, nproc):
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split()[-1])
     needed = max(rank["needed_bytes"] for rank in found["ranks"])
-    # Usually 0.96 to 1.01, less on a busy machine, and two thirds without the process.
-    assert 0.85 < needed / peak < 1.1
+    # Usually 0.98 to 1.03, less where kernels are compiled, and two thirds without the process.
+    assert 0.88 < needed / peak < 1.08
     assert all(
         rank["needed_bytes"]
         == rank["weight_bytes"] + rank["working_bytes"] + 1008 * rank["kv_bytes_per_token"]
-        and PROCESS_BYTES < rank["working_bytes"] < 1.1 * PROCESS_BYTES
+        and PROCESS_BYTES < rank["working_bytes"] < 1.35 * PROCESS_BYTES
         for rank in found["ranks"]
     )
 
@@ -201,7 +201,7 @@ def test_page_names_the_flag_for_a_cache_beyond_the_default(capsys):
     assert said in shown and "fits       yes" in shown
     assert plan(capsys, *asked, "--batch", "6")["kv_cache_bytes"] == 2160 << 20
     tight = page(capsys, "--device", "cpu", "--quant", "none", "--memory", "1300MiB")
-    assert "with --kv-cache-bytes 360M; the default for a rank is 194.8 MiB" in tight
+    assert "with --kv-cache-bytes 360M; the default for a rank is 203.9 MiB" in tight
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_remedies_that_lose_least_are_listed_first(capsys):
         "--dtype bfloat16",
         "--kv-cache-dtype bfloat16",
         "--batch 1",
-        "--max-seq-len 5552",
+        "--max-seq-len 5760",
     ]
     assert changes("--model", "llama-3.1-8b", "--gpus", "12x4") == [
         "16 ranks of 4.00 GiB, --kv-split sequence",

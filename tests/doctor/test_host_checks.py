@@ -52,7 +52,7 @@ def host(root: Path, files: dict[str, str], **changed: object) -> Host:
             "warn: .* on 0.5 cores, the CPU quota .*; .*docker update --cpus 2",
         ),
         (machine.memory, MEMINFO, {}, "pass: 1.00 GiB available"),
-        (machine.memory, MEMINFO, {"n_ranks": 4}, "fail: .*1.48 GiB needed; .*ps -eo"),
+        (machine.memory, MEMINFO, {"n_ranks": 4}, "fail: .*1.19 GiB needed; .*ps -eo"),
         (machine.memory, MEMINFO, {"needs": Needs(2 * GIB, 3 * GIB, "buy")}, "fail: .*; buy"),
         (machine.memory, MEMINFO, {"needs": Needs(1, 3 * GIB, "buy")}, "warn: .*3.00 GiB with.*"),
         (machine.dev_shm, {}, {}, "warn: /dev/shm: No such file.*; mount -o remount"),

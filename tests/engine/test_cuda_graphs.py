@@ -134,7 +134,7 @@ def test_rotary_tables_fit_the_cache_and_count_as_working_memory(args):
     def working(context: int) -> int:
         own = replace(args, max_seq_len=context)
         shard, precision = make_plan(own, 1).shards[0], Precision.plain("float64")
-        return working_bytes(own, shard, precision, 1, 1, "cuda", context)
+        return working_bytes(own, shard, precision, 1, 1, "cuda", context, from_gguf=False)
 
     assert table_bytes(400, 100) - table_bytes(200, 100) == working(400) - working(200) > 0
     assert table_bytes(400, 10) == table_bytes(40, 10)
@@ -150,7 +150,8 @@ def test_steps_reach_the_context_that_yarn_extends():
     assert [len(table) for table in runner._rotations] == [64]
     shard, precision = make_plan(ARGS, 1).shards[0], Precision.plain("float64")
     long, short = (
-        working_bytes(args, shard, precision, 1, 1, "cuda", 8) for args in (extended, trained)
+        working_bytes(args, shard, precision, 1, 1, "cuda", 8, from_gguf=False)
+        for args in (extended, trained)
     )
     assert long - short == runner._rotations[0][8:].nbytes
     assert run(Solo(), extended, range(2), records=True) > 0
