@@ -231,7 +231,7 @@ class LLM:
             template_vars: further variables of the template, by name.
             adapter: as in `generate`.
 
-        Returns: as `generate`. If the model marks its reasoning, as gpt-oss and Command R7B do, the
+        Returns: as `generate`. If the model marks its reasoning, as Qwen 3 and gpt-oss do, the
             reasoning is in `reasoning` and not in `text`; with skip_special_tokens=False, `text` is
             the unchanged output of the model, including its markers.
         Raises: as `generate`.

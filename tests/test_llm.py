@@ -48,7 +48,6 @@ from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Request
 from parallel_llama.serve.wire import FrameSocket, RankFacts
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
-from parallel_llama.tokenizer.answers import has_markers
 
 pytestmark = pytest.mark.slow
 
@@ -523,19 +522,23 @@ def test_a_conversation_goes_through_the_chat_template(llm):
 HARMONY = "<|start|><|channel|><|message|>"
 CHANNELS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
 SECTIONS = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hi<|END_RESPONSE|>"
-PLAIN = "<think>Hm.</think>Hi"
+THOUGHTS = "<think>Hm.</think>Hi"
 
 
 @pytest.mark.parametrize(
-    ("template", "written", "reasoning", "text"),
+    ("template", "special", "written", "reasoning", "text"),
     [
-        (HARMONY, CHANNELS, "Hm.", "Hi"),
-        (HARMONY, "<|channel|>final<|message|>Hi", None, "Hi"),
-        ("<|START_THINKING|>", SECTIONS, "Hm.", "Hi"),
-        ("", PLAIN, None, PLAIN),
+        (HARMONY, "<|channel|>", CHANNELS, "Hm.", "Hi"),
+        (HARMONY, "<|channel|>", "<|channel|>final<|message|>Hi", None, "Hi"),
+        ("<|START_THINKING|>", "<|END_THINKING|>", SECTIONS, "Hm.", "Hi"),
+        ("</think>", "", THOUGHTS, "Hm.", "Hi"),
+        ("</think>", "<think>", THOUGHTS, "Hm.", "Hi"),
+        ("", "<think>", THOUGHTS, None, THOUGHTS),
     ],
 )
-def test_chat_separates_reasoning_from_answer(template, written, reasoning, text, llm, monkeypatch):
+def test_chat_separates_reasoning_from_answer(
+    template, special, written, reasoning, text, llm, monkeypatch
+):
     """Regression: the text contained reasoning and channel names, without their markers."""
     asked: list[Request] = []
 
@@ -549,14 +552,17 @@ def test_chat_separates_reasoning_from_answer(template, written, reasoning, text
     changed = SimpleNamespace(encode=inputs.chat_template.encode, template_text=template)
     monkeypatch.setattr(llm, "_run", run)
     monkeypatch.setitem(vars(inputs), "chat_template", changed)
-    monkeypatch.setitem(vars(inputs), "has_markers", has_markers(template))
+    monkeypatch.setitem(inputs.tokenizer.vocabulary.special_ids, special, 0)
+    for name in ("has_markers", "has_special_markers"):
+        monkeypatch.delitem(vars(inputs), name, raising=False)
     messages = [{"role": "user", "content": "Hi!"}]
     params = SamplingParams(max_tokens=2, n=2)
     for answer in llm.chat([messages, messages], params):
         assert (answer.reasoning, answer.text) == (reasoning, text)
         assert [(each.reasoning, each.text) for each in answer.outputs] == [(reasoning, text)] * 2
-    assert {request.params.skip_special_tokens for request in asked} == {not template}
-    assert {request.hides_markers for request in asked} == {bool(template)}
+    is_marked = bool(template and special)
+    assert {request.params.skip_special_tokens for request in asked} == {not is_marked}
+    assert {request.hides_markers for request in asked} == {is_marked}
     for answer in llm.chat(messages, replace(params, skip_special_tokens=False)):
         assert (answer.reasoning, answer.text) == (None, written)
     for answer in llm.generate("Hi!", params):

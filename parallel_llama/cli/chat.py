@@ -330,7 +330,7 @@ class Conversation:
         max_tokens = min(self._max_tokens, request.max_tokens)
         params = replace(request.params, max_tokens=max_tokens)
         request = replace(request, params=params, adapter=self.adapter)
-        return with_special_tokens(request) if self.has_markers else request
+        return with_special_tokens(request) if inputs.has_special_markers else request
 
     def _system_messages(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -265,8 +265,8 @@ def _requests(
                 inputs.sampling_params(**{**sampling, **line.settings}) if line.settings else shared
             )
             request = inputs.request(index, line.prompt, params, run_seed, adapter)
-            has_markers = _has_markers(line, inputs)
-            requests.append(with_special_tokens(request) if has_markers else request)
+            is_marked = _has_markers(line, inputs) and inputs.has_special_markers
+            requests.append(with_special_tokens(request) if is_marked else request)
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests

@@ -45,7 +45,7 @@ from parallel_llama.tokenizer import (
 from parallel_llama.tokenizer.answers import (
     AnswerReader,
     answer_reader,
-    has_markers,
+    markers,
     split_answer,
 )
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
@@ -54,6 +54,8 @@ Prompt = str | Sequence[int] | Sequence[Message] | Chat | Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
 Value = TypeVar("Value")
 
+# The end of a prompt that may begin the reasoning; a marker may be one token for each character.
+_N_LAST_TOKENS = 24
 _ACCEPTED_FORMS = (
     "a string, a list of token ids, a conversation (a list of messages), "
     '{"prompt": ..}, {"prompt_token_ids": ..}, or a list of these'
@@ -264,7 +266,15 @@ class InputProcessor:
     @cached_property
     def has_markers(self) -> bool:
         """Whether the model's answers to chats have markers for reasoning or tool calls."""
-        return self.chat_template is not None and has_markers(self.chat_template.template_text)
+        return self.chat_template is not None and bool(markers(self.chat_template.template_text))
+
+    @cached_property
+    def has_special_markers(self) -> bool:
+        """Whether these markers are special tokens, which are removed from texts by default."""
+        if self.chat_template is None:
+            return False
+        special_ids = self.tokenizer.vocabulary.special_ids
+        return any(mark in special_ids for mark in markers(self.chat_template.template_text))
 
     def answer_reader(self, request: Request) -> AnswerReader | None:
         """A reader of the answer to a chat; None if the answer has no markers.
@@ -274,8 +284,8 @@ class InputProcessor:
         """
         if self.chat_template is None or not self.has_markers or request.params.grammar is not None:
             return None
-        last = self.tokenizer.decode(request.prompt[-1:], skip_special=False)
-        return answer_reader(self.chat_template.template_text, last)
+        end = self.tokenizer.decode(request.prompt[-_N_LAST_TOKENS:], skip_special=False)
+        return answer_reader(self.chat_template.template_text, end)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -468,7 +478,8 @@ class InputProcessor:
 
     def with_markers(self, prompt: str | list[int] | Chat, request: Request) -> Request:
         """The request for a prompt, with the markers that `finished` needs in its text."""
-        return with_special_tokens(request) if self._is_split(prompt, request) else request
+        is_shown = self._is_split(prompt, request) and self.has_special_markers
+        return with_special_tokens(request) if is_shown else request
 
     def finished(
         self, prompt: str | list[int] | Chat, request: Request, choices: Sequence[Completion]

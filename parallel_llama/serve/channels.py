@@ -1,12 +1,12 @@
-"""Separates text, reasoning and function calls in answers that mark them by special tokens."""
+"""Separates text, reasoning and function calls in answers that mark their reasoning."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from parallel_llama.serve.replies import CalledFunction
-from parallel_llama.serve.tool_calls import calls_in
+from parallel_llama.serve.tool_calls import CallReader, calls_in
 from parallel_llama.tokenizer.answers import AnswerReader, MessageJoiner
 from parallel_llama.tokenizer.channels import CALLS, ChannelText
 
@@ -31,6 +31,7 @@ class ChannelParts:
     Args:
         reader: reads the markers of the answer.
         max_calls: the maximum number of calls; further calls are dropped.
+        in_text: reads the calls in the text, if the markers are those of reasoning alone.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class ChannelParts:
         reader: AnswerReader,
         names: frozenset[str] = frozenset(),
         max_calls: int | None = None,
+        in_text: CallReader | None = None,
     ) -> None:
         self._reader, self._names, self._max_calls = reader, names, max_calls
+        self._in_text = in_text
         self._joiner = MessageJoiner()
         self._call: list[ChannelText] = []
         self._n_calls = 0
@@ -50,7 +53,8 @@ class ChannelParts:
 
     def finish(self) -> list[Part]:
         """The parts that were held back, at the end of the answer."""
-        return [*self._parts(self._reader.finish()), *self._end_calls()]
+        parts = [*self._parts(self._reader.finish()), *self._end_calls()]
+        return parts if self._in_text is None else [*parts, *self._in_text.finish()]
 
     def _parts(self, texts: Iterable[ChannelText]) -> list[Part]:
         parts: list[Part] = []
@@ -60,12 +64,15 @@ class ChannelParts:
             if text.is_call:
                 self._call.append(text)
             else:
-                parts.append(self._as_part(text))
+                parts += self._parts_of(text)
         return parts
 
-    def _as_part(self, text: ChannelText) -> Part:
+    def _parts_of(self, text: ChannelText) -> Sequence[Part]:
+        """The text of a message as reasoning, or as text, which may contain calls."""
         shown = self._joiner.shown(text)
-        return Reasoning(shown) if text.is_reasoning else shown
+        if text.is_reasoning:
+            return [Reasoning(shown)]
+        return [shown] if self._in_text is None else self._in_text.push(shown)
 
     def _end_calls(self) -> list[Part]:
         """The calls of the message that has ended, if there are any."""
@@ -74,7 +81,7 @@ class ChannelParts:
         message = self._call[0]._replace(text="".join(text.text for text in self._call))
         self._call = []
         if not (calls := self._read_calls(message)):
-            return [self._as_part(message)]
+            return [*self._parts_of(message)]
         n_allowed = (
             len(calls) if self._max_calls is None else max(0, self._max_calls - self._n_calls)
         )

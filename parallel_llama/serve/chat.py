@@ -114,7 +114,9 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     template, template_vars = context.inputs.chat_template, body.chat_template_kwargs or {}
     # A client that asks for special tokens gets the model's text unchanged.
     has_channels = context.inputs.has_markers and body.skip_special_tokens is not False
-    with_markers = has_channels or (tools is not None and tools.has_special_markers)
+    with_markers = (has_channels and context.inputs.has_special_markers) or (
+        tools is not None and tools.has_special_markers
+    )
     if body.reasoning_effort is not None:
         template_vars = {"reasoning_effort": body.reasoning_effort, **template_vars}
     listed_tools = [] if tools is None else body.tools or []

@@ -201,8 +201,11 @@ class Tools:
         """
         names = frozenset(function.name for function in self.functions)
         begins_inside = self.must_call and self._grammar_form is None
-        if answer_reader is not None and not begins_inside and self.form in (CHANNELS, SECTIONS):
-            return ChannelParts(answer_reader, names, self.max_calls)
+        if answer_reader is not None and not begins_inside:
+            if self.form in (CHANNELS, SECTIONS):
+                return ChannelParts(answer_reader, names, self.max_calls)
+            calls = CallReader(self.form, names, max_calls=self.max_calls)
+            return ChannelParts(answer_reader, in_text=calls)
         form = self.form
         if begins_inside:  # a list in JSON
             form = replace(form, is_python=False, has_name_first=False)

@@ -1,12 +1,18 @@
 """Separates the reasoning of a model's answers from their text.
 
-`tokenizer.channels` and `tokenizer.sections` read the special tokens that mark both.
+`tokenizer.channels`, `tokenizer.sections` and `tokenizer.thoughts` read the markers of both.
 """
 
 from typing import Protocol
 
-from parallel_llama.tokenizer.channels import ChannelReader, ChannelText, has_channels
-from parallel_llama.tokenizer.sections import SectionReader, has_sections
+from parallel_llama.tokenizer.channels import (
+    CHANNEL_MARKS,
+    ChannelReader,
+    ChannelText,
+    has_channels,
+)
+from parallel_llama.tokenizer.sections import SECTION_MARKS, SectionReader, has_sections
+from parallel_llama.tokenizer.thoughts import ThoughtReader, thought_marks
 
 
 class AnswerReader(Protocol):
@@ -19,20 +25,25 @@ class AnswerReader(Protocol):
         """The text that was held back, at the end of the answer."""
 
 
-def has_markers(template: str) -> bool:
-    """Whether answers to a chat template have markers of reasoning and calls."""
-    return has_channels(template) or has_sections(template)
+def markers(template: str) -> tuple[str, ...]:
+    """The markers of reasoning and calls in answers to a chat template; empty without markers."""
+    if has_channels(template):
+        return CHANNEL_MARKS
+    return SECTION_MARKS if has_sections(template) else thought_marks(template)
 
 
 def answer_reader(template: str, prompt: str) -> AnswerReader | None:
     """A reader of one answer; None if answers to the template have no markers.
 
     Args:
-        prompt: the text of the last token of the prompt.
+        prompt: the text of the last tokens of the prompt.
     """
     if has_channels(template):
         return ChannelReader()
-    return SectionReader(prompt) if has_sections(template) else None
+    if has_sections(template):
+        return SectionReader(prompt)
+    marks = thought_marks(template)
+    return ThoughtReader(marks, prompt) if marks else None
 
 
 class MessageJoiner:

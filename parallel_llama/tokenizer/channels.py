@@ -19,8 +19,8 @@ from typing import NamedTuple
 ANSWER_ENDS = "<|return|>", "<|call|>"
 
 _MESSAGE_ENDS = "<|end|>", *ANSWER_ENDS
-_MARKS = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_MESSAGE_ENDS
-_MARK = re.compile("|".join(map(re.escape, _MARKS)))
+CHANNEL_MARKS = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_MESSAGE_ENDS
+_MARK = re.compile("|".join(map(re.escape, CHANNEL_MARKS)))
 _NEEDED = "<|start|>", "<|channel|>", "<|message|>"
 # The channel of a text that lists calls, in answers with sections (see `tokenizer.sections`).
 CALLS = "calls"
@@ -78,7 +78,7 @@ class ChannelReader:
             self._read_mark(match[0], texts)
             start = match.end()
         text = text[start:]
-        self._held = text[len(text) - n_partial_mark(text, _MARKS) :]
+        self._held = text[len(text) - n_partial_mark(text, CHANNEL_MARKS) :]
         self._add(text[: len(text) - len(self._held)], texts)
         return texts
 

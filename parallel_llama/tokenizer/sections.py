@@ -17,8 +17,9 @@ from parallel_llama.tokenizer.channels import CALLS, ChannelText, n_partial_mark
 
 # The channel of each section, by the word in its marks.
 _CHANNELS = {"THINKING": "analysis", "ACTION": CALLS, "RESPONSE": "final", "TEXT": "final"}
-_MARKS = tuple(f"<|{side}_{word}|>" for side in ("START", "END") for word in _CHANNELS)
-_MARK = re.compile("|".join(map(re.escape, _MARKS)))
+SECTION_MARKS = tuple(f"<|{side}_{word}|>" for side in ("START", "END") for word in _CHANNELS)
+_MARK = re.compile("|".join(map(re.escape, SECTION_MARKS)))
+_MARK_AT_END = re.compile(rf"(?:{_MARK.pattern})\Z")
 
 
 def has_sections(template: str) -> bool:
@@ -30,7 +31,7 @@ class SectionReader:
     """Splits an answer that arrives in pieces, with its special tokens as text.
 
     Args:
-        prompt: the text of the last token of the prompt, which may begin the first section.
+        prompt: the end of the prompt, which may begin the first section.
     """
 
     def __init__(self, prompt: str = "") -> None:
@@ -38,8 +39,8 @@ class SectionReader:
         self._is_text = False  # whether text outside sections has begun
         self._gap = ""  # spaces outside sections, which may precede a mark
         self._held = ""  # the end of the text so far, if it may be the start of a mark
-        if _MARK.fullmatch(prompt):
-            self._read_mark(prompt)
+        if begun := _MARK_AT_END.search(prompt):
+            self._read_mark(begun[0])
 
     def push(self, piece: str) -> list[ChannelText]:
         """Adds a piece. Returns: the text that no later piece can change."""
@@ -49,7 +50,7 @@ class SectionReader:
             self._add(text[start : match.start()], texts)
             self._read_mark(match[0])
             start = match.end()
-        self._held = text[len(text) - n_partial_mark(text[start:], _MARKS) :]
+        self._held = text[len(text) - n_partial_mark(text[start:], SECTION_MARKS) :]
         self._add(text[start : len(text) - len(self._held)], texts)
         return texts
 

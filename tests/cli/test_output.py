@@ -25,7 +25,7 @@ from parallel_llama.request import (
     resolve_max_tokens,
 )
 from parallel_llama.tokenizer import Chat, StreamDecoder, Vocabulary
-from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, has_markers
+from parallel_llama.tokenizer.answers import AnswerReader, answer_reader, markers
 
 
 @dataclass
@@ -193,7 +193,11 @@ class EchoModel:
 
     @property
     def has_markers(self) -> bool:
-        return has_markers(self.template)
+        return bool(markers(self.template))
+
+    @property
+    def has_special_markers(self) -> bool:
+        return self.has_markers
 
     def answer_reader(self, _: Request) -> AnswerReader | None:
         return answer_reader(self.template, "")

@@ -56,7 +56,6 @@ ANSWERS = {
         + "$"
         "\n\n```js\nconst x = '<img src=x onerror=window.ran=2>';\n```\n"
     ),
-    "think": "<think>\nFirst this.\n</think>\n\nThen that.",
 }
 
 STATUS: dict[str, Any] = {
@@ -144,6 +143,8 @@ class StandIn:
                 pieces = _events(["Half an"], reason="length")
             case ["full"]:
                 pieces = _events(["Half an"], reason="length", n_prompt=FITTING - 1)
+            case ["think"]:
+                pieces = _events(["Then ", "that."], reasoning="First this.")
             case ["deep"]:
                 pieces = _events([">" * 4000] * 6)
             case ["slow"]:
@@ -178,8 +179,11 @@ async def _events(
     last: dict[str, Any] | None = None,
     reason: str = "stop",
     n_prompt: int = 20,
+    reasoning: str = "",
 ) -> AsyncIterator[str]:
-    """A chunk for each piece of text; then the finish, the usage and [DONE], or `last`."""
+    """Chunks of reasoning and of text; then the finish, the usage and [DONE], or `last`."""
+    for word in reasoning.split(" ") if reasoning else ():
+        yield _event({"choices": [{"index": 0, "delta": {"reasoning_content": f"{word} "}}]})
     for piece in pieces:
         yield _event({"choices": [{"index": 0, "delta": {"content": piece}}]})
         await asyncio.sleep(pause)

@@ -7,7 +7,7 @@ import pytest
 from parallel_llama.serve.channels import ChannelParts, Reasoning
 from parallel_llama.serve.replies import CalledFunction
 from parallel_llama.serve.tool_calls import SECTIONS, tool_format
-from parallel_llama.tokenizer.answers import answer_reader, has_markers, split_answer
+from parallel_llama.tokenizer.answers import answer_reader, markers, split_answer
 
 TEMPLATE = "{{ tools }}<|START_THINKING|><|END_THINKING|><|START_ACTION|><|START_RESPONSE|>"
 NAMES = frozenset(("rain", "time"))
@@ -67,7 +67,11 @@ def test_an_answer_is_split_into_reasoning_text_and_calls(written, reasoning, te
 @pytest.mark.parametrize("size", [1, 1000])
 def test_the_prompt_may_begin_the_first_section(size):
     begun = THOUGHT.removeprefix("<|START_THINKING|>") + "Hi"
-    assert read(begun, size, "<|START_THINKING|>") == ("I will\nlook. <|x|>", "Hi", [])
+    assert read(begun, size, "<|CHATBOT_TOKEN|><|START_THINKING|>") == (
+        "I will\nlook. <|x|>",
+        "Hi",
+        [],
+    )
     assert read("Hi<|END_RESPONSE|>", size, "<|START_RESPONSE|>") == ("", "Hi", [])
     assert read("Hi", size, "<|CHATBOT_TOKEN|>") == ("", "Hi", [])
 
@@ -84,5 +88,5 @@ def test_an_answer_without_tools_is_reasoning_and_text():
 
 
 def test_templates_with_sections_are_recognised():
-    assert has_markers(TEMPLATE) and tool_format(TEMPLATE) is SECTIONS
-    assert not has_markers("<|START_OF_TURN_TOKEN|>") and answer_reader("x", "") is None
+    assert markers(TEMPLATE) and tool_format(TEMPLATE) is SECTIONS
+    assert not markers("<|START_OF_TURN_TOKEN|>") and answer_reader("x", "") is None

@@ -32,14 +32,13 @@ export function showTurn(element, turn) {
   const { content, reasoning, ended, trouble, measures } = answer;
   const shown = element.querySelector(".answer");
   const part = (selector) => shown.querySelector(selector);
-  const { thinking, body } = reasoning ? { thinking: reasoning, body: content } : withoutThinking(content);
-  part(".thinking").hidden = !thinking;
-  showPlain(part(".thinking .prose"), thinking);
-  answer.plain ||= !showMarkdown(part(".body"), body);
-  if (answer.plain) showPlain(part(".body"), body);
+  part(".thinking").hidden = !reasoning;
+  showPlain(part(".thinking .prose"), reasoning ?? "");
+  answer.plain ||= !showMarkdown(part(".body"), content);
+  if (answer.plain) showPlain(part(".body"), content);
   // Screen readers should read an answer once it is complete, not word by word.
   shown.ariaBusy = String(!ended);
-  part(".waiting").hidden = Boolean(ended || body);
+  part(".waiting").hidden = Boolean(ended || content);
   part(".trouble").hidden = !trouble;
   part(".what").textContent = trouble?.what ?? "";
   part(".why").textContent = trouble?.why ?? "";
@@ -70,13 +69,6 @@ export function growWithText(field) {
   };
   field.addEventListener("input", grow);
   requestAnimationFrame(grow);
-}
-
-// Some models write their reasoning first, between <think> and </think>; the server leaves it in
-// `content`.
-function withoutThinking(text) {
-  const [, thinking, body = ""] = /^\s*<think>(.*?)(?:<\/think>(.*))?$/s.exec(text) ?? [, "", text];
-  return { thinking: thinking.trim(), body };
 }
 
 const ENDINGS = {
