@@ -26,6 +26,14 @@ def test_random_mixes_run():
     assert lines[-1].startswith("1 batches of mixes passed, 0 failed")
 
 
+def test_planned_memory_is_compared_with_the_peak():
+    flags = "--families", "qwen3", "--formats", "int4", "--nproc", "1", "2", "--limit", "15"
+    code, lines = run_soak("memory", *flags)
+    assert code == 0, lines
+    assert lines[0].startswith("ok     qwen3 (8/2 qwen3), int4, 1 ranks: peaks of ")
+    assert lines[-1].startswith("2 runs passed, 0 failed, planned ")
+
+
 def test_damaged_folders_are_refused():
     code, lines = run_soak("damage", "--rounds", "3", "--formats", "hf")
     assert code == 0

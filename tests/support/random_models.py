@@ -53,7 +53,7 @@ def random_model(rng: random.Random, base: TinyModel, wide: bool) -> TinyModel:
         n_layers=base.n_layers if lists_layers else base.n_layers + rng.randint(0, 2),
         # Dynamic scaling starts at a short context; other requests are longer than a few windows.
         max_seq_len=rng.randint(12, 200) if base.rope.get("rope_type") == "dynamic" else 512,
-        rope=_resized(base, head_dim),
+        rope=resized_rope(base, head_dim),
         own={key: _random_value(rng, key, value, wide) for key, value in base.own.items()},
     )
 
@@ -64,7 +64,7 @@ def _random_kv_heads(rng: random.Random, base: TinyModel, n_heads: int) -> int:
     return rng.choice([n for n in range(1, n_heads + 1) if n_heads % n == 0])
 
 
-def _resized(base: TinyModel, head_dim: int) -> Mapping[str, Any]:
+def resized_rope(base: TinyModel, head_dim: int) -> Mapping[str, Any]:
     """The rotary scaling of `base`, with as many factors as another head size needs."""
     if base.rope.get("rope_type") != "longrope":
         return base.rope
