@@ -28,8 +28,10 @@ from parallel_llama.ops.quant import PackedRows, QuantMatrix, QuantRows, joined,
 from parallel_llama.plan import Shard
 
 # Values read at once: at most 256 MiB (in float64). Most shards of a weight are smaller; a larger
-# shard is read in pieces and concatenated.
+# shard is read in pieces and concatenated. On a CPU, pieces of rows are smaller, and are
+# concatenated where the weight is stored, so no large matrix is in memory twice.
 PIECE_VALUES = 1 << 25
+_ROW_PIECE_VALUES = 1 << 22
 
 # Pieces start at boundaries of quantised blocks (at most 256 values) and of heads, so nothing is
 # decoded or read twice.
@@ -94,7 +96,8 @@ def load(
 ) -> Generator[tuple[str, LoadedWeight], None, None]:
     """Yields name and shard of every weight of a rank, in the order of the forward pass.
 
-    If some rows of a weight are held, the weight may be a list of parts in the order of rows.
+    If some rows of a weight are held, or if its rows are read in pieces on a CPU, the weight is a
+    list of parts in the order of rows.
 
     Args:
         is_wanted: whether a weight is read.
@@ -147,7 +150,8 @@ def _quantised(
 ) -> list[QuantRows]:
     parts: list[QuantRows] = []
     # Held columns are not taken, because they may begin in the middle of a block with one scale.
-    for piece, is_held in _sources(param, shard.rows_of(param), None if param.dim else held):
+    rows = shard.rows_of(param)
+    for piece, is_held in _sources(param, rows, None if param.dim else held, "cpu"):
         part: Tensor | QuantRows
         if held is not None and is_held:
             part = held.take(param, piece)
@@ -180,7 +184,7 @@ def _converted(
     held: HeldWeights | None,
 ) -> Tensor | list[Tensor]:
     rows = shard.rows_of(param)
-    sources = _sources(param, rows, held)
+    sources = _sources(param, rows, held, device.type)
     if sources == [(rows, False)]:  # the usual case: returns the read tensor without a copy
         tensor = finite(param, checkpoint.read(param, rows, "interleaved"), dtype)
         on_bytes(tensor.nbytes)
@@ -193,7 +197,7 @@ def _converted(
             assert isinstance(part, Tensor)  # this weight is not quantised
         else:
             part = finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
-        if param.dim == 0 and held is not None:
+        if param.dim == 0 and (held is not None or device.type == "cpu"):
             parts.append(part)
         else:
             if whole is None:
@@ -203,21 +207,23 @@ def _converted(
     return parts if whole is None else whole
 
 
-def _sources(param: Param, rows: range, held: HeldWeights | None) -> list[tuple[range, bool]]:
+def _sources(
+    param: Param, rows: range, held: HeldWeights | None, device: str
+) -> list[tuple[range, bool]]:
     """Consecutive pieces of rows, and whether each is held; at least one piece."""
+    n_values = PIECE_VALUES
+    if param.dim == 0 and device == "cpu":
+        n_values = min(n_values, _ROW_PIECE_VALUES)
     held_rows = range(0) if held is None else held.rows_of(param)
     start = min(max(rows.start, held_rows.start), rows.stop)
     stop = max(min(rows.stop, held_rows.stop), start)
-    read = [*_pieces_between(param, rows.start, start), *_pieces_between(param, stop, rows.stop)]
+    between = range(rows.start, start), range(stop, rows.stop)
+    read = [piece for span in between if span for piece in pieces_of(param, span, n_values)]
     sources = [(piece, False) for piece in read]
     if start < stop:
         sources.append((range(start, stop), True))
     sources.sort(key=lambda source: source[0].start)
     return sources or [(rows, False)]
-
-
-def _pieces_between(param: Param, start: int, stop: int) -> list[range]:
-    return pieces_of(param, range(start, stop), PIECE_VALUES) if start < stop else []
 
 
 def pieces_of(param: Param, rows: range, n_values: int) -> list[range]:

@@ -83,7 +83,7 @@ class WeightLoader:
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
 
     def assign(self, name: str, values: LoadedWeight) -> None:
-        """Set the values of this rank's shard of a weight.
+        """Set the values of this rank's shard of a weight; a list of parts is emptied.
 
         Raises: KeyError for a name the model does not have, ValueError for another shape or for a
         weight that is loaded already.
@@ -142,6 +142,8 @@ class WeightLoader:
         dense = [part for part in parts if isinstance(part, Tensor)]
         if dense:
             empty.load(dense if isinstance(values, list) else dense[0])
+            if isinstance(values, list):
+                values.clear()  # the weight frees each part once its rows are stored
             return
         rows = [part for part in parts if not isinstance(part, Tensor)]
         self._weights[name] = QuantWeight.replacing(empty, rows, self._model.ops.panel_rows)

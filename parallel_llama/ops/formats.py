@@ -96,10 +96,17 @@ class DenseWeight:
         return sum(part.nbytes for part in self._parts)
 
     def store(self, memory: Tensor) -> None:
-        """Concatenate the rows in the given memory. Shapes: [unstored_bytes] uint8."""
-        first = self._parts[0]
-        values = memory.view(first.dtype).view(self.n_outputs, *first.shape[1:])
-        self.values = torch.cat(self._parts, out=values)
+        """Concatenate the rows in the given memory. Shapes: [unstored_bytes] uint8.
+
+        The memory of each part is freed once its rows are copied.
+        """
+        shape = self.n_outputs, *self._parts[0].shape[1:]
+        values, start = memory.view(self._parts[0].dtype).view(shape), 0
+        while self._parts:
+            part = self._parts.pop(0)
+            values[start : start + len(part)] = part
+            start += len(part)
+        self.values = values
 
     def apply(self, x: Tensor, ops: TorchOps, bias: "DenseWeight | None" = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""

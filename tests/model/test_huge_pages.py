@@ -3,6 +3,9 @@
 import errno
 import mmap
 import os
+import platform
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -56,6 +59,49 @@ def test_memory_is_in_small_pages_where_the_kernel_has_no_huge_pages(monkeypatch
     """Regression: every start on a real-time kernel ended with OSError: Invalid argument."""
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20)  # no advice has this number
     assert huge_pages(5000).fill_(3).sum() == 15000
+
+
+# Prints the bytes that loading needed above those of the loaded model.
+_LOADING = r"""
+import re
+from pathlib import Path
+
+import torch
+
+from parallel_llama.checkpoint.checkpoint import random_checkpoint
+from parallel_llama.dtypes import Precision
+from parallel_llama.engine.free_memory import return_freed_memory
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.plan import make_plan
+
+def n_bytes(name):
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) << 10
+
+args = ModelArgs(
+    dim=512, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=64, ffn_dim=64, vocab_size=1 << 17
+)
+return_freed_memory()
+runner = ModelRunner.load(
+    args,
+    random_checkpoint(args, 1),
+    make_plan(args, 1),
+    Solo(),
+    precision=Precision.plain("float32"),
+    device=torch.device("cpu"),
+)
+print(n_bytes("VmHWM") - n_bytes("VmRSS"))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc returns freed memory")
+def test_loading_holds_a_large_matrix_once():
+    """Regression: the output layer, 256 MiB here, was in memory twice, which no plan counted."""
+    command = [sys.executable, "-c", _LOADING]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 100 << 20
 
 
 def refused_reservation(_: object) -> HugePages:

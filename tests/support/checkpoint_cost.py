@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from parallel_llama.checkpoint import reading
 from parallel_llama.checkpoint.reading import load, open_checkpoint
 from parallel_llama.dtypes import Precision
+from parallel_llama.engine.free_memory import return_freed_memory
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.model_files import ModelFiles
@@ -71,6 +72,7 @@ def _measure(folder: str, args: ModelArgs, tp_size: int, rank: int) -> Cost:
     files = ModelFiles("hf", path, path, (path / "model.safetensors",), None)
     shard = make_plan(args, tp_size).shards[rank]
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    return_freed_memory()
     held, read, start = _status("VmRSS"), _read_so_far(), time.monotonic()
     checkpoint = open_checkpoint(files, args)
     precision = Precision.plain("bfloat16")
