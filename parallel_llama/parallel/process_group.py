@@ -193,7 +193,8 @@ class ProcessGroup(Communicator):
                 f"{what} failed on rank {self.rank} of {self.size}: {culprits} "
                 f"({first_line(error, 200)}){self.evidence()}"
             )
-            self._exchange_reports(dead)
+            if dead is not None:
+                self._exchange_reports(dead)
             raise RankError(message) from error
 
     def _exchange_reports(self, dead: Sequence[int]) -> None:
@@ -203,7 +204,7 @@ class ProcessGroup(Communicator):
         `_REPORTS_S` seconds for them. It leaves the group first, so that ranks in a collective
         with rank 0 detect the failure.
         """
-        with suppress(RankError):  # the store has ended
+        with suppress(RankError):  # the store has ended meanwhile
             self._heartbeats.publish("report", 1)
             if self.rank > 0:
                 return
@@ -228,12 +229,15 @@ class ProcessGroup(Communicator):
         """A sentence about the lost ranks; observes heartbeats for `_DEAD_S` seconds."""
         return self._dead_ranks()[1]
 
-    def _dead_ranks(self) -> tuple[list[int], str]:
-        """The ranks without a heartbeat in `_DEAD_S` seconds, and the sentence of `culprits`."""
+    def _dead_ranks(self) -> tuple[list[int] | None, str]:
+        """The ranks without a heartbeat in `_DEAD_S` seconds, and the sentence of `culprits`.
+
+        The ranks are None if the store does not answer.
+        """
         try:
             dead = self._heartbeats.dead_ranks()
         except RankError as error:
-            return [], str(error)
+            return None, str(error)
         if dead:
             return dead, ranks_do(dead, *_IS_LOST)
         return [], "every rank is alive, so one is late or in another collective"

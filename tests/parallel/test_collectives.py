@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import SILENCE_S, SOON_S, RankFailed, Ranks, call_late_after
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from parallel_llama.parallel.collectives import (
     broadcast_bytes,
 )
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
+from parallel_llama.parallel.timeouts import Timeouts
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 
@@ -355,6 +358,37 @@ def test_rank_0_leaves_after_all_ranks_have_named_the_lost_rank():
         assert "of 3: rank 2 has died, is stopped or cannot be reached" in message
     assert first[1] > last[0] + 1.5
     assert last[1] - last[0] < SOON_S
+
+
+class SilentStore:
+    """A store whose owner cannot be reached."""
+
+    def set(self, *_: str) -> None:
+        time.sleep(1000)
+
+    check = get = set
+
+
+def lose_rank_1_and_the_store(comm: Communicator) -> tuple[float, str]:
+    """Rank 1 dies, and rank 0 cannot read the heartbeats."""
+    group = ProcessGroup(dist.group.WORLD, SilentStore(), Timeouts(), lambda: None)
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        while True:
+            group.all_reduce(torch.ones(8))
+    except RankError as error:
+        return time.monotonic() - started, str(error)
+
+
+def test_rank_without_the_store_waits_for_it_once():
+    """Regression: after 5 s for the heartbeats, the rank waited 5 s more to report the failure."""
+    with Ranks(2, False) as pool:
+        waited, message = pool.outcomes(lose_rank_1_and_the_store, lost=[1])[0]
+    assert "the store of the ranks does not answer" in message
+    assert 4 < waited < 8
 
 
 def lose_a_rank_while_idle(comm: Communicator) -> str:
