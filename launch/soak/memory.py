@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ratios += of_ranks
                     tally.add(
                         all(abs(ratio - 1) <= flags.limit / 100 for ratio in of_ranks),
-                        f"{name}, {form}, {n_ranks} ranks: peaks of "
+                        f"{name}, {form}, tp {n_ranks}: peaks of "
                         f"{', '.join(f'{peak >> 20}' for peak in peaks)} MiB, planned "
                         f"{', '.join(f'{ratio:.3f}' for ratio in of_ranks)} of it; while loading "
                         f"{', '.join(f'{peak >> 20}' for peak in loading)} MiB",

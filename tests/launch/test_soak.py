@@ -30,7 +30,7 @@ def test_planned_memory_is_compared_with_the_peak():
     flags = "--families", "qwen3", "--formats", "int4", "--nproc", "1", "2", "--limit", "15"
     code, lines = run_soak("memory", *flags)
     assert code == 0, lines
-    assert lines[0].startswith("ok     qwen3 (8/2 qwen3), int4, 1 ranks: peaks of ")
+    assert lines[0].startswith("ok     qwen3 (8/2 qwen3), int4, tp 1: peaks of ")
     assert lines[-1].startswith("2 runs passed, 0 failed, planned ")
 
 
