@@ -6,9 +6,9 @@
 Without --model, one random model of every family that transformers implements is written, with the
 tokenizer of SmolLM2. The peak of a rank is its largest resident memory while it reads a prompt of
 about 1,000 tokens and draws a few more. A run fails if `plan` and the peak of a rank differ by more
-than --limit percent. `plan` does not count what loading needs for a moment, so the largest memory
-until the model is loaded is printed beside. Nor does it count the memory of the compiler, so each
-model runs once before it is measured. Linux only.
+than --limit percent. `plan` counts neither the memory in which quantised weights are packed, so the
+peak while the model is loaded is printed separately, nor the memory of the compiler, so each model
+runs once before it is measured. Linux only.
 """
 
 import argparse
@@ -24,9 +24,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.soak.linked_hosts import run
 from launch.soak.tally import Tally
 
 if TYPE_CHECKING:
@@ -64,21 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = iter([(flags.model, flags.model)])
         models = given if flags.model else random_models(Path(folder), flags.families)
         for name, model in models:
-            for form in flags.formats:
-                for n_ranks in flags.nproc:
-                    own = f"--model={model}", CONTEXT, *FORMATS[form]
-                    planned = plan(own, n_ranks)
-                    peaks_of(own, n_ranks)  # compiles kernels
-                    loading, peaks = peaks_of(own, n_ranks)
-                    of_ranks = [says / peak for says, peak in zip(planned, peaks, strict=True)]
-                    ratios += of_ranks
-                    tally.add(
-                        all(abs(ratio - 1) <= flags.limit / 100 for ratio in of_ranks),
-                        f"{name}, {form}, tp {n_ranks}: peaks of "
-                        f"{', '.join(f'{peak >> 20}' for peak in peaks)} MiB, planned "
-                        f"{', '.join(f'{ratio:.3f}' for ratio in of_ranks)} of it; while loading "
-                        f"{', '.join(f'{peak >> 20}' for peak in loading)} MiB",
-                    )
+            for form, n_ranks in product(flags.formats, flags.nproc):
+                own = f"--model={model}", CONTEXT, *FORMATS[form]
+                planned = plan(own, n_ranks)
+                peaks_of(own, n_ranks)  # compiles kernels
+                loading, peaks = peaks_of(own, n_ranks)
+                of_ranks = [says / peak for says, peak in zip(planned, peaks, strict=True)]
+                ratios += of_ranks
+                tally.add(
+                    all(abs(ratio - 1) <= flags.limit / 100 for ratio in of_ranks),
+                    f"{name}, {form}, tp {n_ranks}: peaks of "
+                    f"{', '.join(f'{peak >> 20}' for peak in peaks)} MiB, planned "
+                    f"{', '.join(f'{ratio:.3f}' for ratio in of_ranks)} of it; while loading "
+                    f"{', '.join(f'{peak >> 20}' for peak in loading)} MiB",
+                )
     n_close = sum(abs(ratio - 1) <= 0.03 for ratio in ratios)
     return tally.close(
         f"planned {min(ratios):.3f} to {max(ratios):.3f} of the peak",
@@ -182,8 +183,7 @@ def resident_peak(pid: int) -> int:
 
 def parallel_llama(*verb: str) -> str:
     """The output of a command."""
-    command = [sys.executable, "-m", "parallel_llama", *verb]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return run(sys.executable, "-m", "parallel_llama", *verb)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from parallel_llama.config.adapter import adapter_digest, load_served_adapters
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, counted, escaped, quoted
 from parallel_llama.parallel.rank_env import world
-from parallel_llama.request import Completion, Request, TokenLogprob, with_special_tokens
+from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
 from parallel_llama.tokenizer.answers import AnswerReader, AnswerSplitter, split_answer
 
@@ -265,16 +265,10 @@ def _requests(
                 inputs.sampling_params(**{**sampling, **line.settings}) if line.settings else shared
             )
             request = inputs.request(index, line.prompt, params, run_seed, adapter)
-            is_marked = _has_markers(line, inputs) and inputs.has_special_markers
-            requests.append(with_special_tokens(request) if is_marked else request)
+            requests.append(inputs.with_markers(line.prompt, request))
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests
-
-
-def _has_markers(line: prompts.Line, inputs: InputProcessor) -> bool:
-    """Whether the answer to a line may have markers of reasoning and calls."""
-    return isinstance(line.prompt, Chat) and inputs.has_markers
 
 
 def _reader_factory(
@@ -283,8 +277,8 @@ def _reader_factory(
     """The `new_reader` of `Results`."""
 
     def new_reader(request: Request) -> AnswerReader | None:
-        has_markers = _has_markers(lines[request.index], inputs)
-        return inputs.answer_reader(request) if has_markers else None
+        is_chat = isinstance(lines[request.index].prompt, Chat)
+        return inputs.answer_reader(request) if is_chat else None
 
     return new_reader
 

@@ -38,8 +38,8 @@ class ThoughtReader:
     """
 
     def __init__(self, marks: tuple[str, ...], prompt: str = "") -> None:
-        self._first, self._second = marks
-        self._part = _THOUGHTS if prompt.rstrip().endswith(self._first) else _BEFORE
+        self._opening, self._closing = marks
+        self._part = _THOUGHTS if prompt.rstrip().endswith(self._opening) else _BEFORE
         self._is_begun = False  # whether this part has text
         self._held = ""  # the end of the text so far: spaces, and perhaps the start of a mark
 
@@ -49,16 +49,16 @@ class ThoughtReader:
         text, self._held = self._held + piece, ""
         if self._part == _BEFORE:
             begun = text.lstrip()
-            if begun.startswith(self._first):
-                self._part, text = _THOUGHTS, begun.removeprefix(self._first)
-            elif self._first.startswith(begun):
+            if begun.startswith(self._opening):
+                self._part, text = _THOUGHTS, begun.removeprefix(self._opening)
+            elif self._opening.startswith(begun):
                 self._held = text
                 return texts
             else:
                 self._part, self._is_begun = _ANSWER, True
         if self._part == _THOUGHTS:
-            thoughts, mark, rest = text.partition(self._second)
-            end = len(thoughts) - (0 if mark else n_partial_mark(thoughts, (self._second,)))
+            thoughts, mark, rest = text.partition(self._closing)
+            end = len(thoughts) - (0 if mark else n_partial_mark(thoughts, (self._closing,)))
             complete = thoughts[:end].rstrip()
             self._add(complete, texts)
             if mark:

@@ -361,7 +361,7 @@ def test_rank_0_leaves_after_all_ranks_have_named_the_lost_rank():
 
 
 class SilentStore:
-    """A store whose owner cannot be reached."""
+    """A store that never answers."""
 
     def set(self, *_: str) -> None:
         time.sleep(1000)

@@ -1,4 +1,4 @@
-"""Answers whose reasoning stands between two marks, such as <think> of Qwen 3."""
+"""Answers with reasoning between two marks, such as <think> and </think> of Qwen 3."""
 
 import json
 
